@@ -289,9 +289,9 @@ pub struct PerfArgs {
     #[arg(allow_negative_numbers = true)]
     pub duration: Option<Duration>,
 
-    /// Write ordering of the registrations on both sides: strict, relaxed (of PCI Express), or both
-    /// one after the other, with the gain of relaxed; by default both on an RDMA NIC, and strict
-    /// on the software NIC, which ignores it
+    /// Write ordering of the registrations on both sides: strict, relaxed (as PCI Express defines
+    /// it), or both, one after the other, with the gain of relaxed over strict; by default both on
+    /// an RDMA NIC, and strict on the software NIC, which ignores the ordering
     #[arg(long, value_name = "ORDER", value_enum, hide_possible_values = true)]
     #[arg(conflicts_with = "server")]
     pub ordering: Option<PerfOrdering>,

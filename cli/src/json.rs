@@ -54,8 +54,8 @@ impl From<&path::Attempt> for Attempt {
 }
 
 impl Attempt {
-    /// Returns a single attempt in place of the trace of a failed registration. `path` is the path
-    /// that the caller expected.
+    /// Returns an attempt that represents a failed registration as a whole. `path` is the path that
+    /// the caller expected.
     pub(crate) fn refused(path: Path, error: &Error) -> Self {
         Self {
             path: path.name().into(),
@@ -84,8 +84,8 @@ impl Attempt {
     }
 }
 
-/// Returns a remedy without the advice to load a peer-memory client, if peer memory is the chosen
-/// path: such a client works already.
+/// Removes the advice to load a peer-memory client from a remedy if peer memory is the chosen path,
+/// since such a client is then loaded already.
 pub(crate) fn needed_advice<'a>(remedy: &'a str, chosen: Option<&str>) -> &'a str {
     if chosen != Some(Path::PeerMemory.name()) {
         return remedy;

@@ -130,7 +130,7 @@ impl From<hmem::Error> for Failure {
 }
 
 impl From<Problem> for Failure {
-    /// Returns a usage error. The command wraps the problem of a failed operation explicitly.
+    /// Returns [`Failure::Usage`]. `Failure::failed` wraps the problem of a failed operation.
     fn from(problem: Problem) -> Self {
         Self::Usage(Box::new(problem))
     }

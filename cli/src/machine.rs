@@ -76,7 +76,7 @@ pub struct Absent {
 
 impl Absent {
     /// Returns whether `name` is the name of this NIC or provider, or of a NIC of this provider.
-    /// The NICs of an unavailable provider are unknown, so each name with its prefix matches.
+    /// The NICs of an unavailable provider are unknown, so `PROVIDER/` and any text matches.
     pub(crate) fn answers_to(&self, name: &str) -> bool {
         match self.sort {
             "NIC" => self.name == name,
@@ -85,8 +85,9 @@ impl Absent {
         }
     }
 
-    /// Returns whether a user who selects `name` on the command line needs to see this item.
-    /// `opened` is true if an available NIC has that name or belongs to that provider.
+    /// Returns whether to report this item to a user who selects `name`: the item of that name, a
+    /// NIC of the provider `name`, or, if `opened` is false, the provider of the NIC `name`.
+    /// `opened` is true if an available NIC has that name or belongs to the provider `name`.
     pub(crate) fn is_missed_by(&self, name: &str, opened: bool) -> bool {
         self.name == name
             || self.name.starts_with(&format!("{name}/"))
@@ -226,8 +227,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Removes the last NIC, and returns the error, if opening a domain on that NIC fails as
-    /// unavailable. The kernel may lack a feature that the NIC needs, such as io_uring.
+    /// Opens a domain on the last NIC. If the error means that the NIC is unavailable, removes the
+    /// NIC and returns the error: the kernel may lack a feature, such as io_uring.
     fn drop_last_nic_if_unavailable(&mut self) -> Result<()> {
         let Some(nic) = self.nics.last() else { return Ok(()) };
         match nic.open(&self.hmem, P2pPolicy::Enabled) {
@@ -281,7 +282,7 @@ impl Machine {
         }
     }
 
-    /// Returns the available ifaces, or only that of a name.
+    /// Returns the available ifaces, or only the one that is named `name`.
     pub(crate) fn ifaces(&self, name: Option<&str>) -> impl Iterator<Item = &Arc<dyn Iface>> {
         let registry = self.hmem.registry();
         registry.iter().filter(move |iface| name.is_none_or(|name| iface.name() == name))
@@ -409,8 +410,8 @@ pub(crate) fn allocate(
     DeviceBuffer::allocate(iface, &AllocRequest { len, device, kind })
 }
 
-/// Returns the innermost [`Error`] in the chain of sources. For a registration that no path could
-/// reach, this is the error of the last refused path.
+/// Returns the innermost [`Error`] in the chain of sources. If a registration failed because every
+/// path was refused, this is the error of the last refused path.
 pub(crate) fn root(error: &Error) -> &Error {
     let mut root = error;
     while let Some(source) = root.source().and_then(|source| source.downcast_ref()) {

@@ -206,8 +206,8 @@ fn product(error: &Error) -> &'static str {
     }
 }
 
-/// Returns the refused attempt whose remedy is printed: among those with a known cause, the first
-/// in which a driver was called, or else the last.
+/// Returns the refused attempt whose remedy is printed. Of the attempts with a known cause, this is
+/// the first in which a driver was called, or the last if no driver was called.
 fn decisive(error: &Error) -> Option<&Attempt> {
     let mut known = error.trace().iter().filter(|attempt| attempt.cause.is_some());
     known.clone().find(|attempt| attempt.driver_called).or_else(|| known.next_back())

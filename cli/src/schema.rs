@@ -70,7 +70,7 @@ fn words(field: &Value) -> String {
     }
 }
 
-/// DIAG-01
+/// Covers requirement DIAG-01.
 #[test]
 fn schemas_in_docs_are_those_of_the_types() {
     for (command, schema, _) in schemas() {
@@ -85,7 +85,7 @@ fn schemas_in_docs_are_those_of_the_types() {
     }
 }
 
-/// DIAG-01
+/// Covers requirement DIAG-01.
 #[test]
 fn each_field_of_a_schema_is_on_its_page() {
     for (command, schema, pages) in schemas() {
@@ -99,9 +99,8 @@ fn each_field_of_a_schema_is_on_its_page() {
     }
 }
 
-/// DIAG-01
-///
-/// An entry of a page begins with the names of fields and their type in parentheses.
+/// Covers requirement DIAG-01. An entry of a page begins with the names of fields and their type in
+/// parentheses.
 #[test]
 fn each_field_of_a_page_is_in_its_schema() {
     for page in ["check", "explain", "perf", "topo"] {

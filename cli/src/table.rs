@@ -27,7 +27,7 @@ const LIMITS: (usize, usize) = (20, 140);
 /// Spaces between two columns of a table. The second value applies if the table is too wide with
 /// the first.
 const GAPS: [usize; 2] = [2, 1];
-/// Maximum number of fields that are printed on separate lines. More fields are joined with `;`.
+/// Maximum number of fields of a list that get a line each. More fields are all joined by `;`.
 const FEW_FIELDS: usize = 4;
 /// The escape sequence for bold text.
 const BOLD: &str = "\x1b[1m";
@@ -129,7 +129,7 @@ impl Style {
         self.indented(out, ["    ", "      "], &format!("{head} {text}"))
     }
 
-    /// Prints a wrapped text: `indents[0]` precedes the first line, and `indents[1]` each other
+    /// Prints a wrapped text: `indents[0]` precedes the first line, and `indents[1]` every later
     /// line.
     pub(crate) fn indented(
         self,
@@ -346,8 +346,8 @@ fn longest_word(text: &str) -> usize {
     joined(text).split(' ').map(display_width).max().unwrap_or(0)
 }
 
-/// Replaces the space between a number and its unit by [`NO_BREAK`], and so the space between
-/// `GT/s` and a number of lanes, such as `x16`.
+/// Replaces spaces by [`NO_BREAK`] between a number and its unit, and between `GT/s` and a number
+/// of lanes, such as `x16`.
 fn joined(text: &str) -> String {
     let mut all = String::with_capacity(text.len());
     let mut number = false;

@@ -43,7 +43,7 @@ const AARCH64: &[(&str, &str)] = &[
 ];
 
 /// Environment of the check for aarch64, which denies warnings. A check links nothing, so the C
-/// code of a dev-dependency (criterion's alloca) is not compiled: `true` stands for the C compiler.
+/// code of a dev-dependency (criterion's alloca) is not needed: `true` replaces the C compiler.
 const CHECK_AARCH64: &[(&str, &str)] = &[
     ("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUSTFLAGS", "-D warnings"),
     ("CC_aarch64_unknown_linux_gnu", "true"),

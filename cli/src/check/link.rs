@@ -25,7 +25,7 @@ pub(super) struct Link<'a> {
     target: Endpoint,
     /// The address of `target`, for requests of `initiator`.
     peer: PeerId,
-    /// Number of posted transfers, which is the context of the last one.
+    /// Number of posted transfers. It is also the context of the last posted transfer.
     posted: Cell<u64>,
 }
 

@@ -62,8 +62,8 @@ impl MemorySort {
         }
     }
 
-    /// Returns the name of the sort: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or that of
-    /// the allocation kind.
+    /// Returns the name of the sort: `heap`, `mmap`, `borrowed`, `memfd`, `huge-pages`, or the name
+    /// of the allocation kind.
     pub(super) fn sort(&self) -> &'static str {
         match self {
             Self::Heap => "heap",

@@ -35,7 +35,7 @@ use crate::{
 /// The length of one transfer and its position in a larger region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Length of the unregistered part of the allocation before the region, and of that after it,
+    /// Length of each of the two unregistered parts of the allocation, before and after the region,
     /// in bytes. Only borrowed host memory and memory of device ifaces have such parts. Other
     /// memory is registered whole.
     pub margin: u64,
@@ -56,8 +56,9 @@ pub struct Selection {
     pub path: Option<Path>,
     /// The transfers of each combination. The throughput is measured with the last two sizes.
     pub extents: Vec<Extent>,
-    /// Minimum duration of the throughput measurement with the last size, in nanoseconds. That with
-    /// the second-to-last size takes an eighth. Each measurement has at least one transfer.
+    /// Minimum duration of the throughput measurement with the last size, in nanoseconds. The
+    /// measurement with the second-to-last size takes at least an eighth of this duration. Each
+    /// measurement has at least one transfer.
     pub measure_ns: u64,
     /// Number of times that memory is freed and allocated again under each cache monitor. With 0,
     /// monitors are not checked.
@@ -141,8 +142,8 @@ fn enough_memory_for(bytes: u64) -> Result<()> {
 /// once more at the end, with an empty name.
 ///
 /// # Errors
-/// The errors of [`Hmem::cache_defaults`](hmem::Hmem::cache_defaults), and the error of a monitor of
-/// host memory that the environment names and that does not work here.
+/// The errors of [`Hmem::cache_defaults`](hmem::Hmem::cache_defaults), and an error if the
+/// environment names a monitor of host memory that does not work here.
 pub fn check(
     machine: &Machine,
     selection: &Selection,

@@ -33,8 +33,8 @@ impl HostPage {
         Ok(Self { at: map(ptr::null_mut(), OWN)?, import })
     }
 
-    /// Frees the physical page and maps a new one, if possible at the same address. The four ways
-    /// to do so take turns, by `round`.
+    /// Frees the physical page and maps a new one, if possible at the same address. `round`
+    /// selects one of four ways to do so, in turn.
     fn change(&mut self, round: u64) -> Result<()> {
         match round % 4 {
             0 => {

@@ -35,7 +35,8 @@ impl PathVariant {
         }
     }
 
-    /// Returns the policy of the domain. For device memory it forbids the other variants.
+    /// Returns the policy for the domain of the check. For device memory, the policy permits either
+    /// direct paths or staged copies.
     pub(super) const fn policy(self) -> P2pPolicy {
         match self {
             Self::Host => P2pPolicy::Enabled,
@@ -173,8 +174,8 @@ fn of_devices(iface: &Arc<dyn Iface>) -> Result<Vec<MemorySort>, Problem> {
 }
 
 /// Returns the paths from the memory to the NIC. The direct path to device memory is dma-buf if
-/// both support it, and otherwise peer memory. If the direct path or staging is impossible, adds an
-/// entry with the reason to `skipped`.
+/// the iface and the NIC support it, and otherwise peer memory. If the direct path or staging is
+/// impossible, adds an entry with the reason to `skipped`.
 fn variants(
     memory: &MemorySort,
     simulated: bool,

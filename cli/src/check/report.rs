@@ -78,8 +78,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// Returns whether at least one combination was checked, all were verified, and no iface is
-    /// missing.
+    /// Returns whether at least one combination or monitor was checked, all of them were verified,
+    /// and all ifaces that `FI_HMEM` names are available.
     #[must_use]
     pub fn passed(&self) -> bool {
         self.missing.is_empty()
@@ -87,7 +87,7 @@ impl Report {
             && self.outcomes().all(|verified| verified)
     }
 
-    /// Returns one value for each row: true if the row is verified.
+    /// Returns one value for each row of combinations and of monitors: true if it is verified.
     fn outcomes(&self) -> impl Iterator<Item = bool> {
         self.rows.iter().map(|row| row.verified).chain(self.stale.iter().map(|row| row.verified))
     }
@@ -228,7 +228,7 @@ fn rows<'a>(
     style.print(out, &table)
 }
 
-/// Explains the words `refused` and `borrowed` if they occur in the tables.
+/// Prints the meanings of the words `refused` and `borrowed` if the table of `rows` has them.
 fn legend(out: &mut dyn Write, rows: &[Row], style: Style) -> io::Result<()> {
     let refused = rows.iter().any(|row| row.atomic == Atomic::Refused);
     let borrowed = rows.iter().any(|row| row.memory == "borrowed");

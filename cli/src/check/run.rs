@@ -289,8 +289,8 @@ impl SizeCheck<'_> {
         Ok(target.close()?)
     }
 
-    /// Returns the error of a refused registration of the checked memory: as unsupported if the
-    /// hardware lacks a feature or a resource limit is reached, and otherwise as an error.
+    /// Converts the error of a refused registration of the checked memory: to `Unsupported` if the
+    /// hardware lacks a feature or a resource limit is reached, and otherwise to `Ended::Error`.
     fn refused(&mut self, error: Error) -> Ended {
         let lacks = matches!(
             error.kind(),

@@ -10,7 +10,7 @@ use hmem::{
 /// A registered region with access to the bytes of its memory through the iface.
 #[derive(Debug)]
 pub(super) struct Target<M: Memory> {
-    /// Declared before the buffer, and therefore dropped first.
+    /// The registered region. Declared before `buffer`, so that the region is dropped first.
     region: Region<M>,
     /// The buffer that owns the memory, with the offset of the region in bytes; `None` if the
     /// region owns its memory.

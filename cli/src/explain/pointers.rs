@@ -134,8 +134,7 @@ fn claims(machine: &Machine, pair: &Pair<'_>, sort: PointerSort, size: u64) -> V
     }
 }
 
-/// Returns a range that begins directly after an allocation, with that allocation. The range is no
-/// allocated memory.
+/// Returns a range that begins directly after an allocation, and the buffer of that allocation.
 fn past_end(pair: &Pair<'_>, size: u64) -> Result<(AddressRange, DeviceBuffer)> {
     if pair.iface.kind() == IfaceKind::SYSTEM {
         return guarded(pair, size);
@@ -253,7 +252,8 @@ fn entry(
     entry
 }
 
-/// Returns whether the domain's mr_mode permits host addresses that have no pages.
+/// Returns whether a range of this sort may be registered without pages: it is host memory,
+/// the range is not memory of another iface, and the domain's mr_mode permits such addresses.
 fn may_lack_pages(pair: &Pair<'_>, sort: PointerSort, domain: &Domain) -> bool {
     let mode = domain.mr_mode();
     pair.iface.kind() == IfaceKind::SYSTEM

@@ -111,9 +111,9 @@ pub struct FindingEntry {
 impl Report {
     /// Returns whether the command succeeded.
     ///
-    /// No iface may be missing. Without `--pointer`, there must be at least one pair, and each
-    /// pair must have a path. With `--pointer`, there must be at least one pointer, nothing may be
-    /// skipped, and each pointer must have the correct outcome.
+    /// All ifaces that `FI_HMEM` names must be available. Without `--pointer`, there must be a
+    /// pair, and each pair must have a path. With `--pointer`, there must be a pointer, nothing may
+    /// be skipped, and each pointer must have the correct outcome.
     #[must_use]
     pub fn passed(&self) -> bool {
         let correct = match &self.pointers {

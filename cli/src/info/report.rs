@@ -148,8 +148,8 @@ fn list<T: AsRef<str>>(names: &[T]) -> String {
     list_or("none", names)
 }
 
-/// Lists the ordered pairs of requests that have short names; `all` for all nine. Pairs with longer
-/// names, which are for RMA or atomics only, are left out.
+/// Lists the pairs of [`NicEntry::order`] that have names of three letters, or `all` if they are all
+/// nine. Longer names, which are of pairs of RMA or atomics only, are left out.
 fn order(nic: &NicEntry) -> String {
     let pairs: Vec<_> = nic.order.iter().filter(|name| name.len() == 3).cloned().collect();
     if pairs.len() == 9 { "all".to_owned() } else { list(&pairs) }
@@ -184,8 +184,8 @@ const ATTRIBUTES: [(&str, Attribute); 15] = [
     ("flags", |nic| list(&nic.flags)),
 ];
 
-/// Prints a table of NICs, with a line for each attribute and a column for each NIC. A list
-/// beneath has the attributes that are equal for all NICs.
+/// Prints a table of NICs, with a line for each attribute and a column for each NIC. If there are
+/// several NICs, attributes that are equal for all are in a list beneath the table instead.
 fn nics(out: &mut dyn Write, nics: &[NicEntry], style: Style) -> io::Result<()> {
     if nics.is_empty() {
         return Ok(());

@@ -90,8 +90,8 @@ fn converse(
     Ok(report)
 }
 
-/// Connects to the server with memory of one write ordering, and measures all sizes. Adds the rows
-/// to the report, which is created for the first ordering.
+/// Registers memory with the write ordering `order`, connects to the server, which does so too, and
+/// measures all sizes. Adds the rows to the report, which the call for the first ordering creates.
 fn measure_in_order(
     config: &EndConfig<'_>,
     plan: &Plan,
@@ -165,7 +165,7 @@ fn check_key(bytes: &[u8], room: u64, peer: &Peer) -> Result<RemoteKey> {
     Ok(key)
 }
 
-/// A client that is connected with memory of one write ordering.
+/// A client that is connected to the server for measurements with one write ordering.
 struct Client<'a> {
     /// The TCP connection to the server.
     peer: &'a mut Peer,
@@ -178,7 +178,7 @@ struct Client<'a> {
     operand: Option<Region<Vec<u8>>>,
     plan: &'a Plan,
     request: Request,
-    /// Number of runs so far, with warm-ups. Each run has a pattern of its own.
+    /// Number of calls of `run`, including warm-ups. Each of them uses a pattern of its own.
     runs: u64,
 }
 
@@ -319,7 +319,8 @@ impl Client<'_> {
         }
     }
 
-    /// Posts one transfer between `slice`, which is the local slot `slot`, and the server's slot.
+    /// Posts one transfer between the client's slot of number `slot`, which is `slice`, and the
+    /// server's slot of the same number. A message goes to the next receive of the server instead.
     fn post(&self, layout: Layout, slot: u64, slice: RegionSlice, context: u64) -> Result<()> {
         let endpoint = &self.end.endpoint;
         let Some(key) = &self.key else {

@@ -48,8 +48,8 @@ pub(super) struct End {
 }
 
 impl End {
-    /// Allocates and registers the memory for a request, and opens an endpoint for `depth`
-    /// transfers in flight.
+    /// Allocates and registers the memory that `request` needs on this side, and opens an endpoint
+    /// for `depth` transfers in flight.
     pub(super) fn open(
         config: &EndConfig<'_>,
         role: Role,

@@ -142,7 +142,7 @@ impl Latency {
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Order {
-    /// The default of registrations.
+    /// Strict ordering, which registrations have by default.
     Strict,
     /// Relaxed ordering of PCI Express, if the NIC and the machine have it.
     Relaxed,

@@ -27,7 +27,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Returns the layout for transfers of `size` bytes. No transfer is longer than `largest`.
+    /// Returns the layout for transfers of `size` bytes. For messages, each slot has room for the
+    /// largest message of all measurements, of `largest` bytes.
     pub(super) fn new(op: PerfOp, size: u64, largest: u64, depth: u32) -> Self {
         // A receive is posted before the length of its message is known, so each slot fits the
         // largest message.
@@ -63,8 +64,9 @@ impl Layout {
         }
     }
 
-    /// Fills the client's memory after `transfers` fetch-adds in total. A slot that was used has
-    /// the value that its last fetch-add returned. All other bytes have another pattern.
+    /// Fills `into` with the content that the client's memory must have after `transfers`
+    /// fetch-adds. A slot that was used has the value that its last fetch-add returned. All other
+    /// bytes have another pattern.
     pub(super) fn fill_fetched(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..transfers.min(self.slots) {
@@ -72,8 +74,9 @@ impl Layout {
         }
     }
 
-    /// Fills the server's memory after `transfers` fetch-adds in total. Each slot, used or not, has
-    /// the sum of its first word and its fetch-adds. All other bytes have another pattern.
+    /// Fills `into` with the content that the server's memory must have after `transfers`
+    /// fetch-adds. Each slot, used or not, has its first word plus one addend per fetch-add. All
+    /// other bytes have another pattern.
     pub(super) fn fill_words(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..self.slots {

@@ -144,9 +144,9 @@ struct LiveReport<'a> {
     measurements: usize,
     /// Number of measurements that have started.
     started: usize,
-    /// The report without results, and the depth of the bandwidth measurement, from the connection
-    /// to the first row. The heading is printed before the first row, so a measurement that fails
-    /// earlier prints no heading.
+    /// The report without results, and the depth of the bandwidth measurement; `None` until the
+    /// sides are connected, and after the heading is printed. The heading is printed before the
+    /// first row, so a measurement that fails earlier prints no heading.
     heading: Option<(Report, Option<u32>)>,
     /// The write ordering of the last printed row; `None` before the first row.
     ordering: Option<Order>,

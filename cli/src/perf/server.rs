@@ -108,7 +108,7 @@ fn serve_request(
     }))
 }
 
-/// Refuses a request with values outside the protocol.
+/// Returns an error if the client's request has values that the server does not accept.
 fn check(request: &Request, peer: &Peer) -> Result<()> {
     let refuse = |what: &'static str, value: u64| {
         Err(peer

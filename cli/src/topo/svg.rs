@@ -13,7 +13,7 @@ const PITCH: usize = 108;
 /// Width and height of the box of a device or NIC, in pixels.
 const BOX: (usize, usize) = (96, 46);
 const MARGIN: usize = 28;
-/// Vertical positions of the legend, the devices and the NICs, in pixels.
+/// Vertical position of the legend, in pixels. The next two are those of the devices and NICs.
 const LEGEND: usize = 74;
 const DEVICES: usize = 158;
 const NICS: usize = 474;
@@ -24,8 +24,8 @@ const HEADS: usize = 104;
 /// Minimum width of the picture, in pixels.
 const NARROWEST: usize = 760;
 
-/// Returns the colour of a distance, the width of its line, and the colour of text on it. The
-/// colours differ in every common form of colour blindness.
+/// Returns the colour and the width of lines of a distance, and the colour of text on that colour.
+/// The colours of distances differ in every common form of colour blindness.
 const fn colors(distance: Distance) -> (&'static str, &'static str, &'static str) {
     match distance {
         Distance::Same => ("#444444", "1", "#ffffff"),
@@ -37,7 +37,7 @@ const fn colors(distance: Distance) -> (&'static str, &'static str, &'static str
     }
 }
 
-/// A device or NIC in the picture, which is one end of each of its lines.
+/// A device or NIC, drawn as a box. The lines of the picture connect devices with NICs.
 struct End {
     id: BusId,
     title: String,

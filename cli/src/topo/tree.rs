@@ -66,7 +66,7 @@ impl Tree<'_> {
         self.below.get(&device.bus_id).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns the functions directly below a function that the tree shows.
+    /// Returns those functions directly below `device` that the tree shows.
     fn shown_below(&self, device: &PciDevice) -> Vec<&PciDevice> {
         self.below(device).iter().copied().filter(|device| self.shows(device)).collect()
     }
