@@ -76,7 +76,7 @@ pub struct Absent {
 
 impl Absent {
     /// Returns whether `name` is the name of this NIC or provider, or of a NIC of this provider.
-    /// The NICs of an unavailable provider are unknown, so `PROVIDER/` and any text matches.
+    /// The NICs of an unavailable provider are unknown, so each name `PROVIDER/...` matches.
     pub(crate) fn answers_to(&self, name: &str) -> bool {
         match self.sort {
             "NIC" => self.name == name,

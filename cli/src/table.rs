@@ -27,7 +27,7 @@ const LIMITS: (usize, usize) = (20, 140);
 /// Spaces between two columns of a table. The second value applies if the table is too wide with
 /// the first.
 const GAPS: [usize; 2] = [2, 1];
-/// Maximum number of fields of a list that get a line each. More fields are all joined by `;`.
+/// Maximum length of a list that has a line for each field. Longer lists join all fields by `;`.
 const FEW_FIELDS: usize = 4;
 /// The escape sequence for bold text.
 const BOLD: &str = "\x1b[1m";
@@ -385,7 +385,7 @@ pub(crate) fn wrap(text: &str, width: usize) -> Vec<String> {
     lines
 }
 
-/// Splits a word into parts between which a line may end.
+/// Splits a word that is wider than `width` into parts between which a line may end.
 fn pieces(word: Word<'_>, width: usize) -> Vec<Word<'_>> {
     if word.width <= width {
         return vec![word];

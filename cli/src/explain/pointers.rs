@@ -252,8 +252,8 @@ fn entry(
     entry
 }
 
-/// Returns whether a range of this sort may be registered without pages: it is host memory,
-/// the range is not memory of another iface, and the domain's mr_mode permits such addresses.
+/// Returns whether a range without pages may be registered: `pair` is of host memory, `sort` is not
+/// `Foreign`, and the domain's mr_mode permits addresses without pages.
 fn may_lack_pages(pair: &Pair<'_>, sort: PointerSort, domain: &Domain) -> bool {
     let mode = domain.mr_mode();
     pair.iface.kind() == IfaceKind::SYSTEM

@@ -235,7 +235,7 @@ pub struct P2pEntry {
     pub nic: String,
     /// The distance, as `nvidia-smi topo` names it; null if it is unknown.
     pub distance: Option<&'static str>,
-    /// The reason why the distance is unknown; null for host memory, which has no distance.
+    /// The reason why the distance is unknown; null if it is known, and for host memory.
     pub distance_unknown: Option<String>,
     /// The path of a registration that this command made; null if every path was refused.
     pub path: Option<&'static str>,
@@ -411,7 +411,7 @@ fn devices(machine: &Machine, absent: &mut Vec<Skipped>) -> Vec<DeviceEntry> {
     entries
 }
 
-/// Returns the names of the flags that are set. `set` has each name with its flag.
+/// Returns the names of the flags in `set`, which contains only flags that are set.
 fn names<'a, F>(set: impl Iterator<Item = (&'a str, F)>) -> Vec<String> {
     set.map(|(name, _)| name.to_owned()).collect()
 }

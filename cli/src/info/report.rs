@@ -148,8 +148,8 @@ fn list<T: AsRef<str>>(names: &[T]) -> String {
     list_or("none", names)
 }
 
-/// Lists the pairs of [`NicEntry::order`] that have names of three letters, or `all` if they are all
-/// nine. Longer names, which are of pairs of RMA or atomics only, are left out.
+/// Lists the pairs of [`NicEntry::order`] that have names of three letters, or returns `all` for
+/// all nine of them. Longer names, of pairs of only RMA or only atomics, are left out.
 fn order(nic: &NicEntry) -> String {
     let pairs: Vec<_> = nic.order.iter().filter(|name| name.len() == 3).cloned().collect();
     if pairs.len() == 9 { "all".to_owned() } else { list(&pairs) }

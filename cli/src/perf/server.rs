@@ -67,8 +67,8 @@ fn converse(config: &EndConfig<'_>, peer: &mut Peer, mut request: Request) -> Re
     }
 }
 
-/// Serves the measurements of one request. Returns the report once the client sends its results, or
-/// the next request, which asks for another write ordering.
+/// Serves the measurements of one request. Then the client sends its results or another request,
+/// for another write ordering. Returns the report or that request.
 fn serve_request(
     config: &EndConfig<'_>,
     peer: &mut Peer,
