@@ -439,8 +439,8 @@ fn bytes(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Formats an error of clap on one line, with the accepted values and without the usage. A tip
-/// follows on a second line.
+/// Formats an error of clap on one line, with the accepted values and without the usage. If
+/// the error has a tip, the tip is on a second line.
 pub(crate) fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();
     let complaint = text.split("\n\nUsage:").next().unwrap_or(&text);

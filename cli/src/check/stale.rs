@@ -298,8 +298,8 @@ fn shortcoming(counts: &StaleCounts) -> Option<String> {
 struct Prepared {
     /// The name of the monitor.
     monitor: String,
-    /// The ifaces with which the check opens its domain. Declared before `memory`, so that regions
-    /// are dropped before their memory.
+    /// The ifaces with which the check opens its domain. Declared before `memory`, and
+    /// therefore dropped before the memory is freed.
     hmem: Hmem,
     memory: Box<dyn ReusableMemory>,
 }

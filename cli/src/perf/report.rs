@@ -32,7 +32,7 @@ pub struct Report {
     pub peer: String,
     /// The measured operation.
     pub op: PerfOp,
-    /// The seed of the pattern.
+    /// The seed of the pattern of the transferred bytes.
     pub seed: u64,
     /// The memory, NIC and path of this side.
     pub local: EndDescription,
@@ -133,7 +133,7 @@ pub(super) fn heading(
 /// Prints one row of the table, or a list item if the columns do not fit the width.
 ///
 /// `before` is the write ordering of the row before; `None` for the first row. A title precedes the
-/// rows with relaxed ordering. A line with the gain follows each of them if strict ordering was
+/// rows with relaxed ordering. A line with the gain follows each such row if strict ordering was
 /// measured too.
 pub(super) fn row(
     out: &mut dyn Write,

@@ -73,7 +73,7 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
     writeln!(out)
 }
 
-/// Width of the first column, which contains PCI addresses such as `0000:3b:00.0`, with its indent.
+/// Width of the first column, including its indent. It has PCI addresses such as `0000:3b:00.0`.
 const DEVICE: usize = 14;
 
 /// Splits the columns of NICs into parts that each fit into a line of `line` characters. If one of
