@@ -52,7 +52,7 @@ pub struct Hmem {
     cache: Arc<CacheSettings>,
     /// The process that built this value. A forked child cannot open domains.
     process: ProcessMark,
-    /// The builder's topology, or this machine's after the first use.
+    /// The topology of the builder, or that of this machine once it was read.
     topology: OnceLock<Topology>,
     /// The ifaces that the builder or `FI_HMEM` names. `None` means all.
     filter: Option<Filter>,
@@ -80,12 +80,12 @@ pub struct Hmem {
 /// ```
 #[derive(Debug, Default)]
 pub struct Builder {
-    /// The plug-ins. A plug-in that could not be opened has the reason.
+    /// The plug-ins, opened or with the reason why the application could not open them.
     plug_ins: Vec<(IfaceName, Result<Arc<dyn Iface>>)>,
     providers: Vec<Arc<dyn Provider>>,
     absent_providers: Vec<(String, Error)>,
-    /// The first error for an opened iface or provider whose number or name differs from the
-    /// arguments of [`Builder::iface_or_absent`] or [`Builder::provider_or_absent`].
+    /// The error for the first iface or provider whose number or name differs from the arguments
+    /// of [`Builder::iface_or_absent`] or [`Builder::provider_or_absent`].
     mismatch: Option<Error>,
     /// The value of [`Builder::ifaces`].
     filter: Option<String>,
@@ -128,8 +128,8 @@ impl Hmem {
     /// Returns the iface of the given kind.
     ///
     /// # Errors
-    /// - The kind of the reason if the iface did not start, with the reason as the source:
-    ///   [`ErrorKind::Unavailable`] for an absent library, for example.
+    /// - If the iface did not start: an error of the same kind as the reason, for example
+    ///   [`ErrorKind::Unavailable`] for an absent library, with the reason as the source.
     /// - [`ErrorKind::Unsupported`], with the cargo feature, if it was not compiled in.
     /// - [`ErrorKind::InvalidArgument`] for a plug-in that was not added.
     pub fn iface(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
@@ -143,7 +143,7 @@ impl Hmem {
         self.p2p_disabled
     }
 
-    /// Returns the list of [`Builder::direct_paths`] or `HMEM_DIRECT_PATHS`, if there is one.
+    /// Returns the list that [`Builder::direct_paths`] or `HMEM_DIRECT_PATHS` sets, if there is one.
     #[must_use]
     pub fn direct_paths(&self) -> Option<&[DirectPath]> {
         self.direct_paths.as_deref()
@@ -178,8 +178,8 @@ impl Hmem {
     /// Returns the provider with the given name.
     ///
     /// # Errors
-    /// - The kind of the reason if the provider did not start, with the reason as the source:
-    ///   [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`], for example.
+    /// - If the provider did not start: an error of the same kind as the reason, for example
+    ///   [`ErrorKind::Unavailable`] or [`ErrorKind::Unsupported`], with the reason as the source.
     /// - [`ErrorKind::InvalidArgument`], with the names of the added providers, for another name.
     pub fn provider(&self, name: &str) -> Result<&Arc<dyn Provider>> {
         self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
@@ -244,9 +244,9 @@ impl Hmem {
         Domain::open(provider, Arc::clone(&self.registry), selector, attr)
     }
 
-    /// Returns the topology from which the nearest NICs are chosen: that of [`Builder::topology`],
-    /// or else this machine's, as the first call reads it. Devices that are plugged in later are
-    /// not in it.
+    /// Returns the topology in which [`Hmem::nearest_nics`] measures distances: that of
+    /// [`Builder::topology`], or else this machine's, as the first call reads it. Devices that are
+    /// plugged in later are not in it.
     ///
     /// # Errors
     /// The errors of [`Topology::read`]. The next call retries.
@@ -398,9 +398,9 @@ impl Builder {
         self
     }
 
-    /// Adds RDMA hardware through libibverbs, which [`Builder::build`] starts. If this machine has
-    /// no libibverbs or no device, or a device cannot be opened, [`Hmem::absent_providers`] has the
-    /// reason.
+    /// Adds the provider `verbs`, which uses RDMA hardware through libibverbs. [`Builder::build`]
+    /// starts it. If this machine has no libibverbs or no device, or a device cannot be opened,
+    /// [`Hmem::absent_providers`] has the reason.
     #[must_use]
     pub fn verbs(mut self) -> Self {
         self.verbs_at.get_or_insert(self.providers.len());
@@ -423,8 +423,8 @@ impl Builder {
         self
     }
 
-    /// Sets the list of domains whose [`DomainAttr::direct_paths`] is `None`. This setting
-    /// overrides `HMEM_DIRECT_PATHS`.
+    /// Sets the direct paths for each domain whose own list, [`DomainAttr::direct_paths`], is
+    /// `None`. This setting overrides `HMEM_DIRECT_PATHS`.
     #[must_use]
     pub fn direct_paths(mut self, paths: impl Into<Vec<DirectPath>>) -> Self {
         self.direct_paths = Some(paths.into());
@@ -748,7 +748,7 @@ fn filtered_out(kind: IfaceKind, name: &str, by_builder: bool) -> Error {
     left_out(IfaceName::new(kind, name), why).remedy(format!("add {name} to {setting}"))
 }
 
-/// Starts a vendor's iface. The argument is false if no environment variable may be read.
+/// A function that starts a vendor's iface. With the argument false, it reads no environment.
 type Start = fn(bool) -> Result<Arc<dyn Iface>>;
 
 const VENDORS: [(IfaceKind, Start); 5] = [

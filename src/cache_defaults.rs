@@ -73,8 +73,9 @@ impl CacheDefaults {
     /// `FI_MR_CUDA_CACHE_MONITOR_ENABLED`, or `Builder::cache`. Without the monitor, the iface's
     /// memory is registered uncached. Returns `None` if no such setting disables the monitor.
     ///
-    /// Ignores [`DomainAttr::cache`](hmem_core::DomainAttr::cache), which can override this, and
-    /// the settings of [`CacheDefaults::off_by`].
+    /// The result does not reflect settings that disable the whole cache
+    /// ([`CacheDefaults::off_by`]), and a domain's own
+    /// [`DomainAttr::cache`](hmem_core::DomainAttr::cache) can override it.
     #[must_use]
     pub fn monitor_left_out_by(&self, iface: IfaceKind) -> Option<&'static str> {
         if !self.attr.without_monitors.as_ref().is_some_and(|without| without.contains(&iface)) {
@@ -85,8 +86,8 @@ impl CacheDefaults {
         variable.filter(|_| self.by_builder.without_monitors.is_none()).or(Some(BUILDER_CACHE))
     }
 
-    /// Returns a domain's settings, with these defaults for settings that are `None`. If the
-    /// monitor is disabled, the settings of the result turn the cache off.
+    /// Returns the settings `cache` of a domain, with these defaults for settings that are `None`.
+    /// If the monitor of host memory is disabled, the result turns the cache off.
     pub(crate) fn applied_to(&self, mut cache: CacheAttr) -> CacheAttr {
         cache.max_count = cache.max_count.or(self.attr.max_count);
         cache.max_bytes = cache.max_bytes.or(self.attr.max_bytes);

@@ -49,7 +49,7 @@ pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
 }
 
 /// Returns the parsed value of a variable, or `None` if the variable is not set. The error for a
-/// bad value has the remedy of the error of `parse`.
+/// bad value has the remedy of the error that `parse` returned.
 pub(crate) fn parsed_by<T>(
     name: &'static str,
     parse: impl FnOnce(&str) -> Result<T>,
@@ -72,7 +72,7 @@ fn without_monitors() -> Result<Option<Vec<IfaceKind>>> {
     Ok(Some(without).filter(|without| !without.is_empty()))
 }
 
-/// Returns the number in a variable. `accepted` is the remedy in the error for another value.
+/// Returns the number in a variable. `accepted` is the remedy in the error for a bad value.
 fn number(name: &'static str, accepted: &'static str) -> Result<Option<u64>> {
     let Some(text) = text(name)? else { return Ok(None) };
     text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))

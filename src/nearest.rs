@@ -22,7 +22,7 @@ impl Hmem {
     /// - [`ErrorKind::Unsupported`] for memory of a device without a PCI address.
     /// - The errors of [`numa_node`], on a machine of several NUMA nodes.
     /// - [`ErrorKind::OutOfBounds`] for a range that leaves its allocation.
-    /// - The error of a driver that cannot return the owner of the memory, or its devices.
+    /// - The error of a driver that fails to list devices or to find the owner of the memory.
     ///
     /// # Examples
     ///

@@ -60,7 +60,7 @@ struct Queue {
 pub(super) struct Worker {
     queue: Arc<Queue>,
     events: Arc<EventQueue>,
-    /// `None` only during the drop.
+    /// The worker thread. `None` only while the value is dropped.
     thread: Option<JoinHandle<()>>,
     /// The process that has the thread. A forked child does not have it.
     process: ProcessMark,
@@ -82,8 +82,8 @@ impl Worker {
         Ok(Self { queue, events, thread: Some(thread), process })
     }
 
-    /// Creates a pending region, and the job that registers the region. The job has no progress
-    /// callbacks, because these must not outlive the call.
+    /// Creates a pending region, and the job that registers the region. The job drops the request's
+    /// progress callbacks, which are borrowed for this call only.
     pub(super) fn job(
         &self,
         domain: &Arc<DomainInner>,

@@ -55,8 +55,9 @@ pub struct DomainAttr {
     ///   safe, before the device reads bytes that the NIC wrote.
     ///
     /// Registrations, lookups in the cache, and closing calls still call drivers. Over verbs, a
-    /// read of a completion queue also advances staged transfers of the provider's other domains on
-    /// the same device for which this setting is true. Open those domains on another provider.
+    /// read of a completion queue also advances the staged transfers of all other domains that
+    /// have this setting true and share the provider and the NIC, so it calls drivers for them.
+    /// Open those domains on another provider.
     pub driver_calls_in_transfers: bool,
 }
 

@@ -59,7 +59,7 @@ pub struct Batch<'d, M> {
 struct ViewRequest<'d> {
     /// The position of the memory in the batch.
     memory: usize,
-    /// The offsets of the view in the memory. `None` means the whole memory.
+    /// The offsets of the view's bytes in the memory. `None` means the whole memory.
     part: Option<Range<u64>>,
     terms: Terms<'d>,
 }
@@ -192,7 +192,8 @@ struct ViewGroup {
 }
 
 impl ViewGroup {
-    /// Returns the group's range extended by `range`, if one registration may cover both.
+    /// Returns the smallest range that contains the group's range and `range`, if it is inside the
+    /// group's bound and not longer than `limit`.
     fn joined(&self, range: AddressRange, limit: u64) -> Option<AddressRange> {
         if !self.bound?.contains_range(range) {
             return None;
@@ -201,7 +202,7 @@ impl ViewGroup {
         (joined.len() <= limit).then_some(joined)
     }
 
-    /// Returns true if the owner that was found for this group also owns `range`.
+    /// Returns true if the allocation that contains this group also contains `range`.
     fn holds_owner_of(&self, range: AddressRange) -> bool {
         let allocation = self.owner.and_then(|owner| owner.allocation);
         allocation.is_some_and(|allocation| allocation.range.contains_range(range))
@@ -269,9 +270,9 @@ impl<'a> BatchPlan<'a> {
         RegionRequest { source, promise: place.promise(), keep: keep.clone(), terms }
     }
 
-    /// Returns the position of the view's memory if only views of this memory may share a
-    /// registration with the view. Returns `None` if views of other memories may do so too: their
-    /// whole allocation is promised, and no region has to keep them allocated.
+    /// Returns the position of the view's memory, if the view may share a registration only with
+    /// views of the same memory. Returns `None` if views of other memories may join, because the
+    /// application promises their whole allocation and keeps it allocated itself.
     fn sharing_memory(&self, view: usize) -> Option<usize> {
         let memory = self.views[view].memory;
         let HeldMemory { place, keep } = &self.memories[memory];
@@ -309,9 +310,9 @@ impl<'a> BatchPlan<'a> {
         order
     }
 
-    /// Checks every view for every NIC, and forms the groups that share a registration. For a view
-    /// that may share one, queries the owner of the memory, unless the group before has the same
-    /// allocation.
+    /// Checks every view for every NIC, and forms the groups of views that share a registration.
+    /// For a view that may share one, queries the owner of its memory, unless the view lies in the
+    /// allocation of the group before.
     fn groups(&self, order: &[u32]) -> Result<Vec<ViewGroup>> {
         let mut groups: Vec<ViewGroup> = Vec::new();
         for (place, index) in order.iter().map(|index| *index as usize).enumerate() {
@@ -528,7 +529,7 @@ struct PlacedView {
 /// The regions of a batch, without the memory.
 struct RegionSet {
     nics: Box<[Nic]>,
-    /// For each registration, one region per NIC, in the order of `nics`.
+    /// The regions: for each registration one per NIC, in the order of `nics`.
     regions: Vec<MemoryRegion>,
     /// The views in the order of the batch. Empty unless all views are registered.
     views: Box<[PlacedView]>,

@@ -157,7 +157,7 @@ impl RegionCache {
         self.get_around(*memory.at(), access, Around::of(memory.promise()))
     }
 
-    /// Returns a region like [`RegionCache::get`].
+    /// Returns a region of `range` like [`RegionCache::get`]. `around` limits its growth.
     #[inline(always)]
     pub(super) fn get_around(
         &self,
@@ -238,8 +238,8 @@ impl RegionCache {
     }
 
     /// Registers a range that is not cached, with as much memory around it as [`CacheAttr::growth`]
-    /// and the promise for the memory permit. `register` registers a key and returns a lease of any
-    /// type, and `lease_of` borrows this lease.
+    /// and `around` permit. `register` registers a key and returns an `L`, which contains a lease.
+    /// `lease_of` returns this lease.
     ///
     /// If the larger registration fails, cannot be cached or would be staged, only the range is
     /// registered. So growth never makes a lookup fail, and never exposes memory to peers without a
@@ -423,11 +423,11 @@ impl<'c> RegionLookupHandle<'c> {
     }
 }
 
-/// The promise for the memory of a lookup, and the memory around it that a miss may register too.
+/// The promise for the memory of a lookup, and the limit for the growth of its registration.
 #[derive(Clone, Copy)]
 pub(super) struct Around {
     pub(super) promise: Promise,
-    /// The range of the [`CachedBuffer`](super::CachedBuffer) that the lookup is made through.
+    /// The range of the buffer, if [`CachedBuffer::get`](super::CachedBuffer::get) looks up.
     pub(super) within: Option<AddressRange>,
 }
 
@@ -446,7 +446,7 @@ fn lookup_key(range: AddressRange, access: Access) -> Result<Key> {
     }
 }
 
-/// Returns true if the owner is the allocation `id`, and the allocation contains the range.
+/// Returns true if the allocation of `owner` has the identity `id` and contains `range`.
 fn is_allocation(owner: &AddressOwner, id: AllocationId, range: AddressRange) -> bool {
     let same =
         |allocation: Allocation| allocation.id == id && allocation.range.contains_range(range);
@@ -465,8 +465,8 @@ fn key_of(range: AddressRange, access: Access, owner: &AddressOwner) -> Result<K
 /// The largest length of [`Registrations::ungrowable`].
 const MOST_UNGROWABLE: usize = 4096;
 
-/// The number of misses for which a cache does not grow registrations in a [`GrowthBound`] after a
-/// failure that may pass.
+/// The number of misses in a [`GrowthBound`] that do not try to grow, after growth failed for a
+/// temporary reason.
 const MISSES_UNTIL_RETRY: u32 = 64;
 
 /// An identifier of the largest range to which a registration may grow: the iface, the allocation
@@ -482,11 +482,11 @@ pub struct Registrations {
     growth: Growth,
     /// The largest length of a grown region in bytes, or 0 if growth is disabled.
     grow_to: u64,
-    /// The bounds in which a registration failed to grow, each with the number of misses until the
-    /// next attempt, or `None` if no attempt follows.
+    /// The bounds in which a registration failed to grow. The value is the number of misses until
+    /// a registration in this bound may grow again, or `None` if it never may.
     ungrowable: Mutex<HashMap<GrowthBound, Option<u32>>>,
-    /// The buffers that the cache's regions keep allocated. Callbacks of invalidations share the
-    /// list.
+    /// The buffers that the cache's regions keep allocated. The list is shared with callbacks,
+    /// which remove a dropped buffer after its regions are deregistered.
     held: Arc<HeldBuffers>,
     /// The ifaces with a disabled monitor.
     without: Vec<IfaceKind>,
@@ -534,10 +534,10 @@ impl Registrations {
         started
     }
 
-    /// Returns the larger range that a miss registers instead of `range`, and the bound of its
-    /// growth. Returns `None` if the miss must register only `range`.
+    /// Returns the larger range that a miss registers instead of `range`, and the bound in which it
+    /// grows. Returns `None` if the miss must register only `range`.
     ///
-    /// Memory longer than `grow_to` is divided into blocks of this length, so that all misses in a
+    /// A bound longer than `grow_to` is divided into blocks of this length, so that all misses in a
     /// block register the same range.
     fn grown(
         &self,
@@ -564,7 +564,7 @@ impl Registrations {
         (self.may_grow(&bound) && self.monitor(owner.iface).is_ok()).then_some((grown, bound))
     }
 
-    /// Counts a miss in this bound, and returns true if its registration may grow.
+    /// Counts a miss in `bound`, and returns true if the miss may register more than its range.
     fn may_grow(&self, bound: &GrowthBound) -> bool {
         let mut ungrowable = self.ungrowable.lock();
         match ungrowable.get_mut(bound) {
@@ -581,8 +581,8 @@ impl Registrations {
         }
     }
 
-    /// Disables growth in this bound: for the next [`MISSES_UNTIL_RETRY`] misses if the failure may
-    /// pass, otherwise permanently.
+    /// Disables growth in `bound` after a failure. If `may_pass` is true or the bound has no
+    /// allocation, growth is disabled for [`MISSES_UNTIL_RETRY`] misses, otherwise permanently.
     fn refuse_growth(&self, bound: GrowthBound, may_pass: bool) {
         let mut ungrowable = self.ungrowable.lock();
         if ungrowable.len() >= MOST_UNGROWABLE {
@@ -593,7 +593,7 @@ impl Registrations {
         ungrowable.insert(bound, passes.then_some(MISSES_UNTIL_RETRY));
     }
 
-    /// Subscribes to the monitor. On OutOfResources, evicts the idle entries and retries once.
+    /// Subscribes to the monitor. After OutOfResources, evicts the idle entries and retries once.
     fn subscribe(
         &self,
         monitor: &Arc<dyn Monitor>,

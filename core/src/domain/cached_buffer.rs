@@ -41,8 +41,8 @@ use crate::{Access, AddressRange, Error, ErrorKind, Rejected, Result};
 /// }
 /// ```
 pub struct CachedBuffer<M: Memory> {
-    /// Declared before `parts`, so that the cached regions are invalidated before `parts` is
-    /// dropped.
+    /// The entry in the cache's list of buffers. Declared before `parts`: its drop invalidates the
+    /// cached regions, before the memory in `parts` may be freed.
     listing: Listing,
     parts: Arc<M::Parts>,
 }
@@ -198,8 +198,8 @@ impl<M: Memory> CachedBuffer<M> {
 }
 
 impl Listing {
-    /// Deregisters the cached regions that overlap the buffer. Returns false if a cached region is
-    /// left after [`CLOSE_TIMEOUT`].
+    /// Deregisters the cached regions that overlap the buffer. Returns false if one of them is
+    /// still registered after [`CLOSE_TIMEOUT`].
     fn end_regions(&self) -> bool {
         let (sender, ended) = mpsc::channel::<()>();
         self.cache.invalidate_with_callback(self.range, move || drop(sender));

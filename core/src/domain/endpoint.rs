@@ -51,8 +51,8 @@ use crate::{
 pub struct Endpoint {
     pub(super) provider: Arc<dyn ProviderEndpoint>,
     pub(super) domain: Arc<DomainInner>,
-    /// Registers local memory without a descriptor through the domain's cache. `None` if
-    /// `Domain::leases_local_memory` is false.
+    /// The state for leases of local memory that the application names without a descriptor.
+    /// `None` if `Domain::leases_local_memory` is false.
     leasing: Option<Leasing>,
     /// True after [`Endpoint::close`], so that the drop does not close the endpoint again.
     closed: bool,

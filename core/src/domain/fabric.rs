@@ -93,7 +93,8 @@ pub struct MrAttr<'a> {
     /// ifaces. For a dma-buf, which cannot be queried, `None` means no device, and completion
     /// queues flush none ([`Domain::open_cq`]).
     ///
-    /// The device is ignored if [`MrAttr::iface`] is `None`, the system iface or ignored, and with
+    /// The domain ignores the device if [`MrAttr::iface`] is `None` or the system iface, if
+    /// [`DomainAttr::hmem`](crate::DomainAttr::hmem) is false, and with
     /// [`MrFlags::HMEM_HOST_ALLOC`].
     pub device: Option<DeviceId>,
     /// Reserved: must be 0.
@@ -106,8 +107,8 @@ pub struct MrAttr<'a> {
     /// The settings for populating host pages on several CPUs before the registration. With `None`,
     /// the registration itself populates them.
     pub prefault: Option<Prefault<'a>>,
-    /// The settings for registering host memory in several parts at once. With `None`, the provider
-    /// registers each range in one part.
+    /// The settings for dividing host memory into parts that several threads register at once. With
+    /// `None`, the provider divides only ranges that the NIC cannot register by one call.
     pub parallel: Option<Parallel<'a>>,
     /// The order in which the NIC's writes become visible. `None` means the order of
     /// [`DomainAttr::ordering`](crate::DomainAttr::ordering). Memory that software polls needs the
@@ -224,7 +225,8 @@ pub fn regv(
 ///
 /// # Errors
 /// - The errors of [`Domain::register`].
-/// - [`ErrorKind::ReservedOffset`], [`ErrorKind::ReservedHmemData`] for these attributes.
+/// - [`ErrorKind::ReservedOffset`] and [`ErrorKind::ReservedHmemData`] if [`MrAttr::offset`] or
+///   [`MrAttr::hmem_data`] is not 0.
 /// - [`ErrorKind::InvalidArgument`] for a dma-buf without [`MrFlags::MR_DMABUF`], and for other
 ///   memory with it.
 /// - For a part of a region: the errors of [`MemoryRegion::sub`], and

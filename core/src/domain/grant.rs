@@ -105,8 +105,8 @@ impl SpareWindows {
         Ok(Spare { kind, window: domain.windows()?.alloc_window(kind)?, uses: 0 })
     }
 
-    /// Keeps an unbound window for reuse. Frees the window instead if all tags of its key were
-    /// used, because the next bind would make a revoked key valid again (KEY-02).
+    /// Keeps an unbound window for reuse. Frees the window instead if grants have used all tags of
+    /// its key, because the next bind would make a revoked key valid again.
     fn put(&self, domain: &DomainInner, mut spare: Spare) {
         spare.uses = spare.uses.saturating_add(1);
         if spare.uses < u8::MAX {
@@ -301,7 +301,8 @@ impl Grant {
         self.enforces_bounds
     }
 
-    /// Returns the errors of the mechanisms that were tried before, in the order of the attempts.
+    /// Returns the errors of the mechanisms that failed before the grant's own mechanism worked, in
+    /// the order of the attempts.
     ///
     /// An error has the broken rule as its context value `rule`, or the driver's code. The error of
     /// a window has the type of the window as its context value `window`.
@@ -347,8 +348,8 @@ impl Grant {
         }
     }
 
-    /// Returns the state of the key: [`WindowState::Valid`], or [`WindowState::Free`] after the
-    /// completion of a message was read by which the peer ended the grant. The result is
+    /// Returns the state of the key. It is [`WindowState::Valid`] until the peer ends the grant by
+    /// a message and the completion of this message is read, and then [`WindowState::Free`]. It is
     /// [`WindowState::Invalid`] if the provider cannot report the state.
     #[must_use]
     pub fn state(&self) -> WindowState {

@@ -35,7 +35,7 @@ pub enum Growth {
     /// Registers the whole host pages around the requested memory, within its allocation. Some
     /// drivers register only whole pages, which have 64 KiB on some kernels.
     ///
-    /// Only the entries of a cache grow in this way. Views of a batch do not share a registration.
+    /// Only cache entries grow in this way. In a batch, each view has a registration of its own.
     HostPages,
 }
 
@@ -79,7 +79,8 @@ impl DomainInner {
 
     /// Returns the largest range to which a registration of this owner's memory may grow, without
     /// regard to [`DomainInner::growth_limit`]. Returns `None` if the registration must not grow.
-    /// `held` is the range of the buffer of which a part is registered, if there is such a buffer.
+    /// `held` is a range that the registration must not leave, if any: that of a cached buffer or
+    /// of a memory of a batch.
     pub(super) fn growth_bound(
         &self,
         owner: &AddressOwner,

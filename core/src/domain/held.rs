@@ -23,7 +23,7 @@ pub(super) type BufferId = (u64, u64);
 /// A buffer that a [`CachedBuffer`](super::CachedBuffer) owns.
 struct HeldBuffer {
     range: AddressRange,
-    /// The iface of memory that the buffer owns. `None` for memory by addresses.
+    /// The iface of the memory. `None` if the buffer only names memory by addresses.
     iface: Option<IfaceKind>,
     memory: AnyMemory,
 }

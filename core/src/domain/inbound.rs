@@ -73,8 +73,8 @@ impl Inbound {
         devices.iter().map(flush).fold(Ok(()), Result::and)
     }
 
-    /// Flushes all devices if one of the requests may have changed device memory. Logs the first
-    /// error of the domain.
+    /// Flushes all devices if a completed request may have changed device memory. Of all errors in
+    /// the life of the domain, logs only the first.
     pub(super) fn flush_for(&self, completions: &[Completion]) {
         if self.count.load(Ordering::Acquire) == 0 || !completions.iter().any(may_have_written) {
             return;
@@ -109,7 +109,7 @@ mod tests {
 
     const KIND: IfaceKind = IfaceKind::FIRST_PLUG_IN;
 
-    /// An iface whose flush notes memory of another device, as a concurrent registration does.
+    /// An iface whose flush adds a device by `Inbound::note`, as a concurrent registration may.
     #[derive(Debug, Default)]
     struct NotingIface {
         inbound: OnceLock<Weak<Inbound>>,

@@ -35,8 +35,8 @@ const SOURCE: Access = Access::SEND.union(Access::WRITE);
 /// The rights with which the cache registers memory that a transfer writes.
 const SINK: Access = SOURCE.union(Access::RECV).union(Access::READ);
 
-/// The upper 16 bits of a marked context. Below are 24 bits of the slot's generation and 24 bits of
-/// its index.
+/// The upper 16 bits of a marked context: the context of a posted request that has a slot. The
+/// lower bits are the slot's generation (24 bits) and index (24 bits).
 const MARK: u64 = 0xCAC4 << 48;
 const MARK_BITS: u64 = 0xFFFF << 48;
 const INDEX_BITS: u32 = 24;
@@ -47,7 +47,7 @@ const fn is_marked(context: u64) -> bool {
     context & MARK_BITS == MARK
 }
 
-/// The requests in flight with marked contexts, for one completion queue.
+/// The requests of one completion queue that have a slot, until their completions are read.
 #[derive(Debug, Default)]
 pub(super) struct InFlight {
     slots: Mutex<Slots>,
@@ -58,7 +58,7 @@ struct Slots {
     slots: Vec<Slot>,
     /// The indices of the free slots.
     free: Vec<u32>,
-    /// The number of endpoints that were opened with the queue.
+    /// The number of endpoint identifiers that were given out.
     endpoints: u64,
 }
 
@@ -66,9 +66,9 @@ struct Slots {
 struct Slot {
     /// The number of requests that had this slot before, modulo 2^24.
     generation: u32,
-    /// The number of the request's endpoint. `None` if the slot is free.
+    /// The identifier of the endpoint that posted the request. `None` if the slot is free.
     endpoint: Option<u64>,
-    /// The application's context of the request.
+    /// The request's context as the application set it.
     context: u64,
     /// The leases of the request. A free slot keeps the empty list, so that a later request does
     /// not allocate.
@@ -85,15 +85,15 @@ impl Slots {
 }
 
 impl InFlight {
-    /// Returns a number for a new endpoint, which identifies its requests.
+    /// Returns the identifier with which a new endpoint labels its requests.
     fn new_endpoint_id(&self) -> u64 {
         let mut slots = self.slots.lock();
         slots.endpoints += 1;
         slots.endpoints
     }
 
-    /// Assigns a slot to a request, and returns the marked context. Returns `None` if all slots are
-    /// in use.
+    /// Assigns a slot to a request of `endpoint`, and returns the marked context to post it with.
+    /// Returns `None` if all slots are in use.
     fn admit(&self, endpoint: u64, context: u64) -> Option<u64> {
         let mut slots = self.slots.lock();
         let index = match slots.free.pop() {
@@ -165,11 +165,11 @@ impl InFlight {
     }
 }
 
-/// The receives of an endpoint, or its transmits.
+/// The queue for the receives or for the transmits of an endpoint.
 struct Direction {
-    /// The requests of the completion queue for this direction.
+    /// The slots of the completion queue.
     in_flight: Arc<InFlight>,
-    /// The number of the endpoint in `in_flight`.
+    /// The identifier of the endpoint in `in_flight`.
     endpoint: u64,
 }
 
@@ -189,7 +189,8 @@ pub(super) struct Leasing {
 }
 
 impl Leasing {
-    /// Creates the state of an endpoint, given the requests of its queues `tx` and `rx`.
+    /// Creates the state of an endpoint. `tx` and `rx` are the slots of the completion queues for
+    /// its transmits and its receives.
     pub(super) fn new(
         cache: &RegionCache,
         host: bool,

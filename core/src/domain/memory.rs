@@ -28,8 +28,8 @@ use crate::{
 ///
 /// - [`Memory::place`] always returns the same place. The place is valid memory that the parts own.
 ///   [`Place::Addresses`] and [`Place::DmaBuf`] need not be owned: their promise covers the memory.
-/// - If NICs may write to the place, no Rust reference to the memory exists. Otherwise no mutable
-///   reference to it exists.
+/// - If NICs may write to the place, no Rust reference to the memory exists. If NICs only read it,
+///   no mutable reference exists.
 /// - If NICs may write to the place, any bytes are a valid value of the memory.
 ///
 /// # Examples
@@ -102,7 +102,7 @@ pub enum Place<'p> {
     },
     /// A dma-buf.
     DmaBuf {
-        /// The dma-buf, with the part of it that is memory.
+        /// The dma-buf, and the range of it that is registered.
         buffer: &'p DmaBuf,
         /// The promise of the application.
         promise: Promise,
@@ -110,8 +110,8 @@ pub enum Place<'p> {
 }
 
 impl<'p> Place<'p> {
-    /// Returns the promise of the application. For memory that the parts own, returns `ReadOnly` or
-    /// `ReadWrite`.
+    /// Returns the promise of the application. For memory that the parts own, returns `ReadWrite`
+    /// if NICs may write it, and `ReadOnly` if not.
     pub(super) fn promise(&self) -> Promise {
         match *self {
             Self::Host { writable: false, .. } => Promise::ReadOnly,
@@ -211,7 +211,7 @@ impl<'p> Place<'p> {
     }
 }
 
-/// Returns the guarantee with which a region keeps memory allocated.
+/// Returns the guarantee that memory with these parts stays allocated.
 pub(super) fn keep_alive<M: Memory>(parts: &Arc<M::Parts>) -> KeepAlive {
     let iface = M::place(parts).owned_iface();
     if iface.is_none() && !needs_drop::<M::Parts>() {

@@ -145,7 +145,7 @@ impl Domain {
     /// selector.
     ///
     /// # Errors
-    /// - [`ErrorKind::ModeMismatch`], with the bits:
+    /// - [`ErrorKind::ModeMismatch`], which names the wrong or missing bits:
     ///   - if the provider needs bits that `attr.mr_mode` does not offer, or does not support BASIC
     ///   - for undefined bits, and for other bits besides BASIC or SCALABLE (only LOCAL may
     ///     accompany BASIC, if the domain needs LOCAL)
@@ -271,9 +271,9 @@ impl Domain {
     /// Executes posted requests that advance only during calls, and returns the number of requests
     /// that ended. Reading a completion queue does the same.
     ///
-    /// Only domains with the feature `MANUAL_PROGRESS` ([`Domain::features`]) have such requests:
-    /// all requests if [`ProviderAttr::progress`] is `Manual`, and otherwise those with staged
-    /// memory.
+    /// Only domains with the feature `MANUAL_PROGRESS` ([`Domain::features`]) have such requests.
+    /// If [`ProviderAttr::progress`] is `Manual`, these are all requests, otherwise only those with
+    /// staged memory.
     ///
     /// # Errors
     /// - The errors of [`ManualProgress::progress`](crate::provider::ManualProgress::progress).

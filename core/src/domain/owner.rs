@@ -30,7 +30,7 @@ pub(super) struct Claim {
 struct Known {
     iface: IfaceKind,
     device: Option<DeviceId>,
-    /// `None` for a dma-buf of a device iface, which cannot be queried.
+    /// The kind of memory. `None` for a dma-buf of a device iface, which cannot be queried.
     kind: Option<AllocationKind>,
 }
 
@@ -92,7 +92,7 @@ impl Claim {
         self.check_known(registry, operation, range, Known::of(owner), Some(owner))
     }
 
-    /// Fails like [`Claim::check`]. `queried` is the owner if the ifaces were queried for it.
+    /// Fails if `known` contradicts the claim. `queried` is the owner that the ifaces found, if any.
     fn check_known(
         &self,
         registry: &Registry,
@@ -187,8 +187,8 @@ impl DomainInner {
     }
 
     /// Checks the claim of a sub-region against the owner of its memory. Queries the ifaces only if
-    /// the request makes a claim. The owner of a dma-buf cannot be queried. A part of one has the
-    /// iface, the device and the HMEM flags of its bases.
+    /// the request makes a claim. Compares a claim about part of a dma-buf, which cannot be
+    /// queried, with the iface, the device and the HMEM flags of the sub-region's bases.
     pub(super) fn check_part(
         &self,
         base: &RegionInner,

@@ -181,7 +181,8 @@ struct WindowList {
     /// The windows by address. No later window has the address of one in the list, because the weak
     /// pointer keeps its heap block.
     by_address: HashMap<usize, Weak<dyn Settle>>,
-    /// The length of the list from which the next insertion removes the windows that were dropped.
+    /// A threshold: an insertion into a list of this length or more first removes the windows that
+    /// were dropped.
     purge_at: usize,
 }
 
@@ -200,7 +201,8 @@ impl WindowList {
     }
 }
 
-/// A guard of a sub-region or a bound window. While the guard lives, its region cannot be closed.
+/// A guard that a sub-region or a bound window holds. While the guard lives, the region that it
+/// refers to cannot be closed.
 pub(super) struct Dependent(Arc<RegionInner>);
 
 impl Dependent {
@@ -304,8 +306,8 @@ impl RegionInner {
         self.path_registration()?.decision.clone()
     }
 
-    /// Takes out the guarantee that keeps the memory allocated. The caller must not drop the result
-    /// before the region is closed.
+    /// Takes the guarantee that keeps the memory allocated, and leaves [`KeepAlive::Caller`]. The
+    /// caller must not drop the guarantee before the region is closed.
     pub(super) fn release(&self) -> KeepAlive {
         let release = |rare: &Rare| std::mem::replace(&mut *rare.keep.lock(), KeepAlive::Caller);
         self.rare.as_deref().map_or(KeepAlive::Caller, release)
@@ -320,8 +322,8 @@ impl RegionInner {
         self.bindings().windows.lock().insert(window);
     }
 
-    /// Returns the number of sub-regions and bound windows, after it has updated the state of type
-    /// 2 windows from the provider.
+    /// Asks the provider which type 2 windows are still bound, and returns the number of
+    /// sub-regions and bound windows.
     fn settled_dependents(&self) -> u32 {
         let dependents = self.dependents.load(Ordering::Acquire);
         let Some(bindings) = self.bindings.get().filter(|_| dependents > 0) else {
@@ -354,8 +356,8 @@ impl RegionInner {
         None
     }
 
-    /// Returns the bytes from `offset` on that are in the same range, or `None` if the region has
-    /// no byte at `offset`.
+    /// Returns the addresses from the byte at `offset` of the region to the end of the range that
+    /// contains this byte. Returns `None` if the region has no such byte.
     pub(super) fn rest_at(&self, offset: u64) -> Option<AddressRange> {
         let mut left = offset;
         for range in self.ranges() {

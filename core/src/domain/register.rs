@@ -72,8 +72,8 @@ impl DomainInner {
     }
 
     /// Returns the memory with its owner, and populates host pages if the request asks for that.
-    /// Queries the ifaces for the owner only if `owner` is `None`. Adds the allocations to which
-    /// the result refers to `allocations`, which must be empty.
+    /// Queries the ifaces for the owner only if `owner` is `None`. Stores the allocations of device
+    /// memory in the empty list `allocations`, which the result borrows.
     fn resolve<'a>(
         &'a self,
         checked: &Checked<'a>,
@@ -119,8 +119,8 @@ impl DomainInner {
         Ok(Memory::Host { owned })
     }
 
-    /// Returns the provider's request. Notes the device of memory that the NIC may write, for
-    /// flushes.
+    /// Returns the registration to request from the provider. If the NIC may write the memory, adds
+    /// the memory's device to those that completion queues flush.
     #[inline(always)]
     fn registration<'a>(
         &'a self,
@@ -287,8 +287,8 @@ fn register_memory(
 
 /// Fails if the memory belongs to another iface (`found`) than its buffer reports (`owned`).
 ///
-/// Memory of an iface that the domain does not have is found to be host memory. A software NIC
-/// would then access device memory with the CPU.
+/// Without this check, device memory of an iface that the domain does not have would count as host
+/// memory, and a software NIC would access it with the CPU.
 fn check_owner(
     registry: &Registry,
     range: AddressRange,

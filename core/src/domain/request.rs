@@ -109,8 +109,8 @@ impl<'a, M: Memory> Request<'a, M> {
         self
     }
 
-    /// Registers host memory in several parts at once. By default, the provider registers each
-    /// range in one part.
+    /// Divides host memory into parts that several threads register at once. By default, the
+    /// provider divides only ranges that the NIC cannot register by one call.
     #[must_use]
     pub fn parallel(mut self, parallel: Parallel<'a>) -> Self {
         self.terms.parallel = Some(parallel);
@@ -135,7 +135,7 @@ impl<'a, M: Memory> Request<'a, M> {
         self
     }
 
-    /// Shares exports of device memory with other requests of the same handle `exports`. By
+    /// Reuses dma-bufs of device memory that earlier requests with the same `exports` created. By
     /// default, each registration exports the memory itself. Ignored for host memory.
     #[must_use]
     pub fn exports(mut self, exports: &SharedExports) -> Self {

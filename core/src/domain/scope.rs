@@ -27,8 +27,8 @@ use crate::{Access, Address, AddressRange, Decision, Error, ErrorKind, MrMode, R
 ///
 /// # Safety
 /// While the value lives, its place must be valid memory. If NICs may write to the place, no Rust
-/// reference to the memory may exist except the value itself. Otherwise no mutable reference to it
-/// may exist.
+/// reference to the memory may exist except the value itself. If NICs only read the place, no
+/// mutable reference to the memory may exist.
 pub unsafe trait Borrowed {
     /// Returns the location of the memory.
     fn place(&mut self) -> Place<'_>;

@@ -32,9 +32,9 @@ pub(super) struct Terms<'a> {
     pub(super) context: u64,
     /// The authorization key. `None` or an empty key means the domain's key.
     pub(super) auth_key: Option<Cow<'a, AuthKey>>,
-    /// The iface that the caller names as the owner. `None` if the domain finds it.
+    /// The iface that the caller names as the owner. With `None` the domain queries its ifaces.
     pub(super) iface: Option<IfaceKind>,
-    /// The device that the caller names as the owner. `None` if the domain finds it.
+    /// The device that the caller names as the owner. With `None` the domain queries its ifaces.
     pub(super) device: Option<DeviceId>,
     pub(super) page_size: usize,
     /// The write ordering. `None` means the domain's.

@@ -118,7 +118,7 @@ impl Domain {
     /// - BadAddress for memory without pages in ALLOCATED mode
     /// - AccessDenied for a right that lets the NIC write, if the memory or its promise allows
     ///   reading only
-    /// - BadFlags, BadAccess and BadPageSize for these settings; NoKey and KeyRejected for the
+    /// - BadFlags, BadAccess and BadPageSize for wrong settings; NoKey and KeyRejected for the
     ///   requested key; InvalidArgument for an iface or device that does not own the memory
     /// - Unsupported for settings of [`Request::extension`](super::Request::extension) that the
     ///   provider does not know

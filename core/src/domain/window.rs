@@ -37,7 +37,7 @@ use crate::{
 /// }
 /// ```
 pub struct Type1Window {
-    /// Declared before the binding, so that the window is freed before its region is released.
+    /// Declared before the binding in `state`, so that the window is freed before the binding ends.
     window: Allocated,
     state: Mutex<Type1State>,
 }
@@ -45,7 +45,7 @@ pub struct Type1Window {
 struct Type1State {
     /// The provider's window with its current key, which each bind changes.
     window: ProviderWindow,
-    /// `None` if the window is not bound.
+    /// The binding. `None` if the window is not bound.
     bound: Option<Bound>,
 }
 
@@ -91,9 +91,9 @@ pub struct Type2Window {
     inner: Arc<Type2Inner>,
 }
 
-/// The part of a type 2 window that the lists of regions refer to.
+/// The state of a type 2 window. The window lists of regions refer to it.
 struct Type2Inner {
-    /// Declared before the bindings, so that the window is freed before its region is released.
+    /// Declared before the bindings in `state`, so that the window is freed before they end.
     window: Allocated,
     state: Mutex<Type2State>,
 }
@@ -208,8 +208,8 @@ pub(super) fn bind_request(
     Err(with_values(rule.refuse(operation), region, (offset, len), access))
 }
 
-/// Completes a provider's error about a bind: sets the public call `operation`, and if the bind
-/// breaks a rule, adds the values of the bind.
+/// Returns the provider's error about a bind, with `operation` as the call that failed. If the bind
+/// breaks a rule, also adds the values of the bind.
 pub(super) fn bind_refused(
     error: Error,
     operation: &'static str,
