@@ -143,7 +143,7 @@ impl Hmem {
         self.p2p_disabled
     }
 
-    /// Returns the list that [`Builder::direct_paths`] or `HMEM_DIRECT_PATHS` sets, if there is one.
+    /// Returns the list of [`Builder::direct_paths`] or `HMEM_DIRECT_PATHS`, if there is one.
     #[must_use]
     pub fn direct_paths(&self) -> Option<&[DirectPath]> {
         self.direct_paths.as_deref()

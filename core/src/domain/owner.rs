@@ -92,7 +92,7 @@ impl Claim {
         self.check_known(registry, operation, range, Known::of(owner), Some(owner))
     }
 
-    /// Fails if `known` contradicts the claim. `queried` is the owner that the ifaces found, if any.
+    /// Fails if `known` contradicts the claim. `queried` is the owner that ifaces found, if any.
     fn check_known(
         &self,
         registry: &Registry,
