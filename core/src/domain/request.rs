@@ -158,7 +158,7 @@ impl<M> fmt::Debug for Request<'_, M> {
     }
 }
 
-/// A request that the domain has not checked. Every registration has one.
+/// A request that the domain has not checked, from any call that registers memory.
 pub(super) struct RegionRequest<'a> {
     pub(super) source: Source<'a>,
     pub(super) promise: Promise,
