@@ -39,14 +39,14 @@ offset! {
     AllocOffset,
     /// An offset in bytes from the start of an exported dma-buf.
     DmaBufOffset,
-    /// The address by which peers name a byte of a region: a virtual address of the target in
-    /// VIRT_ADDR mode, otherwise an offset into the region.
+    /// The address by which peers name a byte of a region. In VIRT_ADDR mode it is a virtual
+    /// address of the process that registered the region, otherwise an offset into the region.
     Iova,
 }
 
 impl Address {
-    /// Returns the address of a host pointer. Exposes the pointer's provenance, because copies turn
-    /// addresses back into pointers.
+    /// Returns the address of a host pointer. Exposes the pointer's provenance, because the library
+    /// turns addresses back into pointers when it copies memory.
     #[must_use]
     pub fn of_ptr<T: ?Sized>(pointer: *const T) -> Self {
         Self(pointer.cast::<()>().expose_provenance() as u64)

@@ -34,7 +34,8 @@ impl AllocationKind {
     }
 }
 
-/// The identity of an allocation. It shows that an address belongs to a new allocation.
+/// The identity of an allocation. A changed identity shows that an address now belongs to a new
+/// allocation.
 ///
 /// An iface never gives two allocations the same number, unless
 /// [`Iface::has_identities`](crate::Iface::has_identities) returns false.
@@ -56,9 +57,9 @@ pub struct Allocation {
     pub id: AllocationId,
     /// A value that only the iface interprets. An iface that needs none sets 0.
     ///
-    /// Later calls for the memory pass it back, so that the iface need not ask its driver again.
-    /// Any caller can change it, so an iface must not trust it: a value that is wrong or out of
-    /// date may cause an error, and no unsound call.
+    /// The library passes the value back to the iface in later calls for the memory, so that the
+    /// iface need not ask its driver again. Any caller can change the value. So a value that is
+    /// wrong or out of date may make the iface return an error, but not make an unsound call.
     pub token: u64,
 }
 

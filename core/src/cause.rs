@@ -26,7 +26,7 @@ named_enum! {
         /// refused with the same error, the step is [`Step::Export`] instead.
         ExportWhole = "export of several segments in one",
         /// Exporting the memory in one unit ([`ExportUnit`](crate::path::ExportUnit)), or
-        /// registering that export, if another unit then worked.
+        /// registering that export. Named if an export in another unit worked afterwards.
         ExportUnit = "export in one unit",
         /// Exporting the memory as a dma-buf, or opening it to peer-memory clients.
         Export = "export",
@@ -77,8 +77,8 @@ pub struct RefusalContext<'a> {
     pub step: Step,
     /// The kind of memory.
     pub kind: AllocationKind,
-    /// The mapping of the dma-buf that was refused. If both mappings were refused, or if the path
-    /// uses no dma-buf, this is the default mapping.
+    /// The dma-buf mapping that was refused. This is the default mapping if both dma-buf mappings
+    /// were refused, or if the path uses no dma-buf.
     pub mapping: DmaBufMapping,
     /// The error of the refusal.
     pub error: &'a Error,
@@ -211,7 +211,7 @@ pub struct RefusalCause {
     pub steps: &'static [Step],
     /// The kind of memory that the rule applies to. `None` means any.
     pub kind: Option<AllocationKind>,
-    /// The mapping of the dma-buf that the rule applies to. `None` means any.
+    /// The dma-buf mapping that the rule applies to. `None` means any.
     pub mapping: Option<DmaBufMapping>,
     /// The conditions on the error. At least one of them must hold.
     pub answers: &'static [Answer],

@@ -1,6 +1,6 @@
 //! The mapping of an exported dma-buf.
 
-/// The route by which a NIC that imports a dma-buf reaches the device memory (HM-09).
+/// The route by which a NIC that imports a dma-buf reaches the device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DmaBufMapping {

@@ -46,8 +46,8 @@ pub fn boolean(name: &'static str) -> Result<Option<bool>> {
 /// variable is unset or empty.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidArgument`] if the value cannot be parsed, with the remedy of the type's
-/// error.
+/// [`ErrorKind::InvalidArgument`] if the value cannot be parsed, with the remedy of the error that
+/// `FromStr` returned.
 pub fn parsed<T: FromStr<Err = Error>>(name: &'static str) -> Result<Option<T>> {
     let Some(text) = text(name)? else { return Ok(None) };
     text.parse().map(Some).map_err(|error: Error| {

@@ -569,7 +569,7 @@ impl Error {
     }
 
     /// Writes the messages of this error and of its sources of type `Error`. Then writes the
-    /// attempts of the last of these errors, or else its source of another type.
+    /// attempts of the last of these errors, or that error's source if it has no attempts.
     fn write_messages(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut last = self;
         for (at, error) in self.chain().enumerate() {

@@ -53,7 +53,7 @@ pub enum Addressing {
     /// Offsets from the start of the region. The offsets count through all ranges of the region as
     /// one sequence of bytes.
     ZeroBased,
-    /// Virtual addresses of the target's process (VIRT_ADDR mode).
+    /// Virtual addresses of the process that registered the region (VIRT_ADDR mode).
     Virtual,
 }
 
@@ -71,7 +71,7 @@ pub struct RemotePiece {
 /// The key by which a peer reaches a region, with the region's addresses.
 ///
 /// A key has one piece in almost every case. If the provider split the registration, the key has
-/// one piece for each part (VRB-07).
+/// one piece for each part of the region.
 ///
 /// `Deserialize` refuses the keys that [`RemoteKey::from_bytes`] refuses.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -85,7 +85,8 @@ impl SharedLibrary {
 ///   section can be omitted.
 /// - `iface`: the iface in errors, as [`Error::iface`] takes it. For a plug-in this is an
 ///   [`IfaceName`](crate::IfaceName), because an [`IfaceKind`](crate::IfaceKind) has no name.
-/// - `not_loaded` and `lacks_symbol`: the remedies of the two errors.
+/// - `not_loaded`: the remedy of the error for a library that cannot be loaded.
+/// - `lacks_symbol`: the remedy of the error for a library without a required function.
 ///
 /// Fields under `optional` are `None` if the library lacks the function. A last section `addresses
 /// FIELD of SYMBOLS` adds the field `FIELD`. This field lists those of `SYMBOLS` that the library
@@ -281,8 +282,8 @@ macro_rules! function_table {
                 }
             )*
 
-            /// Fills the table with the functions that a closure returns, such as those of a fake
-            /// library.
+            /// Fills the table with the functions that `lookup` returns by name, such as those of
+            /// a fake library.
             ///
             /// # Errors
             /// Unavailable, naming the first of [`Self::SYMBOLS`] for which `lookup` returns

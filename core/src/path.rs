@@ -56,7 +56,7 @@ pub struct Decision {
     /// The list [`DomainAttr::direct_paths`](crate::DomainAttr::direct_paths) of the domain. `None`
     /// for the NIC's own order.
     pub direct_paths: Option<Vec<DirectPath>>,
-    /// The mapping of the exported dma-buf. Only meaningful for [`Path::DmaBuf`].
+    /// The dma-buf mapping of the export. Only meaningful for [`Path::DmaBuf`].
     pub mapping: DmaBufMapping,
     /// The memory that was exported. Only meaningful for [`Path::DmaBuf`].
     pub unit: ExportUnit,

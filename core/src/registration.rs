@@ -35,8 +35,9 @@ pub struct Registration<'a> {
     /// enables it. A provider without [`Enabling`](crate::provider::Enabling) ignores this field:
     /// its regions are always usable at once.
     pub enabled: bool,
-    /// The settings for registering host memory in several parts at once. `None` registers it in
-    /// one part. A provider that ignores these settings reports progress once, at the end.
+    /// The settings for registering a range in parts, by several driver calls at once. With `None`
+    /// the provider splits only ranges that are too long for one call. A provider that ignores
+    /// these settings reports progress once, at the end.
     pub parallel: Option<&'a Parallel<'a>>,
     /// The domain's policy for direct access to device memory.
     pub policy: P2pPolicy,
@@ -61,9 +62,10 @@ pub struct Registration<'a> {
 impl<'a> Registration<'a> {
     /// Creates the inputs for a registration of host memory that the region does not own.
     ///
-    /// The defaults are: no flags, a key and a page size that the provider chooses, virtual
-    /// addresses, enabled at once, in one part, the policy [`P2pPolicy::Enabled`], the NIC's own
-    /// order of direct paths, strict ordering, and transfers that may call drivers.
+    /// - The region has virtual addresses, strict ordering and no flags, and is enabled at once.
+    /// - The provider chooses the key and the page size, and does not register in parallel parts.
+    /// - The policy is [`P2pPolicy::Enabled`], with the NIC's own order of direct paths.
+    /// - Transfers that use the region may call drivers.
     #[must_use]
     pub fn new(ranges: &'a [AddressRange], access: Access, auth_key: &'a AuthKey) -> Self {
         Self {
@@ -96,7 +98,7 @@ impl<'a> Registration<'a> {
 /// **Use [`Relaxed`](Self::Relaxed) only for memory that software does not poll.** With relaxed
 /// ordering a flag in memory may become visible before the data that was written ahead of it. The
 /// last byte of a transfer may also become visible early. A GPU kernel that polls memory sees the
-/// same effects. Memory that is read after a completion is safe with both.
+/// same effects. Memory that is read after a completion is safe with both orders.
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, DomainAttr, Region, Request, Result, WriteOrdering};
@@ -288,7 +290,8 @@ impl Serialize for DirectPath {
 /// bytes done so far and the total number.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// The settings for registering a long range of host memory in several parts at once.
+/// The settings for registering a long range of host memory in parts, by several driver calls at
+/// once.
 ///
 /// A driver pins memory on one CPU per call, at 0.06 ns per byte or more. Several calls at once use
 /// several CPUs. The result is one region with a key for each part. The region's

@@ -16,9 +16,9 @@ use crate::{
 /// all requests have the same handle ([`Request::exports`](crate::Request::exports)). A
 /// [`Batch`](crate::Batch) over all NICs needs no handle.
 ///
-/// The handle keeps the descriptors of successful registrations open until its last clone is
-/// dropped. Until then, drivers may keep the memory of a freed allocation. Regions stay valid
-/// without the handle.
+/// The handle keeps the dma-bufs of successful registrations open until its last clone is dropped.
+/// Until then, drivers may keep the memory of a freed allocation. Regions stay valid without the
+/// handle.
 ///
 /// A registration uses a stored export only for the same range of the same live allocation. Memory
 /// that an application maps by hand ([`AllocationKind::Virtual`]) is always exported anew, because
@@ -76,9 +76,9 @@ impl SharedExports {
             && iface.dma_buf().is_some_and(|exporter| exporter.serves_every_nic())
     }
 
-    /// Returns the stored export of `exported`, a range of the allocation `of`, which the caller
-    /// has just queried. Drops the exports of other allocations at the same addresses, which were
-    /// freed.
+    /// Returns the stored export of `exported`, a range of the allocation `of`, with this dma-buf
+    /// mapping. The caller must have just queried the allocation. Drops the exports of earlier
+    /// allocations at the same addresses, which were freed.
     ///
     /// Path selectors call this method before they export memory.
     #[must_use]

@@ -42,7 +42,7 @@ pub struct Faults<C> {
 
 #[derive(Debug)]
 struct State<C> {
-    /// True once a test has called a method that depends on counts. Calls then take `plan`.
+    /// True once a test has called a method that depends on counts. Each call then locks `plan`.
     counting: AtomicBool,
     /// The number of calls so far, by [`CallKind::index`].
     counts: Box<[AtomicU64]>,
@@ -63,7 +63,7 @@ struct Plan<C> {
 #[derive(Clone, Copy, Debug)]
 struct Failure<C> {
     call: C,
-    /// The count of the first call that fails.
+    /// The number of the first call that fails, as [`Faults::calls`] counts.
     first: u64,
     last: u64,
     errno: Errno,
@@ -127,7 +127,7 @@ impl<C: CallKind> Faults<C> {
     }
 
     /// Starts to count the calls of all kinds. The methods that inject a fault and
-    /// [`Faults::wait_for_calls`] do so too. Later calls do not reset the counts.
+    /// [`Faults::wait_for_calls`] do so too. Starting again does not reset the counts.
     pub fn start_counting(&self) {
         self.state.counting.store(true, SeqCst);
     }

@@ -363,7 +363,7 @@ impl OwnedRequest {
         }
     }
 
-    /// Calls `with` with the request.
+    /// Runs `with` on the request as a [`WorkRequest`], and returns the result of `with`.
     pub fn with<T>(&self, with: impl FnOnce(&WorkRequest<'_>) -> T) -> T {
         let remote: Vec<_> =
             self.operation.remote().iter().map(OwnedRemoteSegment::borrow).collect();

@@ -37,8 +37,8 @@ mod mapped {
     /// An arena with a fixed capacity. Users of the arena treat index 0 as "none".
     pub(in crate::cache) struct Arena<T> {
         base: NonNull<T>,
-        /// The address of the value with index 0, moved down by the tag. This pointer plus a tagged
-        /// index is the address of a value.
+        /// A pointer that lies as many values before `base` as the tag says. This pointer plus a
+        /// tagged index is the address of the value with that index.
         tagged: *const T,
         /// The reserved addresses, from `base` on.
         mapping: Mapping,

@@ -9,14 +9,14 @@ use crate::Result;
 #[cfg(not(loom))]
 use crate::WipedOnFork;
 
-/// A bit of the gate's word: each lookup of the cache needs a memory fence, so fast lookups, which
-/// issue none, are disabled.
+/// A bit of the gate's word, set if each lookup of the cache needs a memory fence. The bit disables
+/// fast lookups, which issue no fence.
 const FENCED: u64 = 1;
-/// A bit of the gate's word: the gate is closed permanently.
+/// A bit of the gate's word, set if the gate is closed permanently.
 const CLOSED_PERMANENTLY: u64 = 2;
 /// The amount by which each [`Gate::close`] increases the gate's word.
 const CLOSE: u64 = 4;
-/// The position of the cache's number in the gate's word: its lowest bit.
+/// The bit of the gate's word at which the cache's number begins.
 const NUMBER: u32 = 16;
 
 /// Returns the value of the gate's word while fast lookups are enabled, for the cache with this

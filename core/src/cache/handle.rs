@@ -190,15 +190,14 @@ impl<S: CacheBackend> Cache<S> {
     }
 
     /// Invalidates like [`Cache::invalidate`], and calls `callback` once all entries of the range
-    /// are deregistered. This includes invalidated entries, and entries with a deregistration that
-    /// is already in flight. It does not include regions that the backend refused to deregister
-    /// before this call.
+    /// are deregistered and the cache has no other deregistration in flight, whatever its range.
+    /// The entries of the range include those that were invalidated earlier, and those with a
+    /// deregistration in flight, but not those that the backend already refused to deregister.
     ///
-    /// `callback` also waits until the cache has no other deregistration in flight, whatever the
-    /// range. The thread that ends the last of these deregistrations calls `callback`. If there are
-    /// none, the range is empty or the process is a forked child, the calling thread calls it. The
-    /// drop of the cache calls it even if the backend refuses to deregister an entry. A panic of
-    /// `callback` is caught and logged.
+    /// The thread that ends the last of these deregistrations calls `callback`. The calling thread
+    /// calls it at once if there are none, if the range is empty, or in a forked child. The drop of
+    /// the cache calls it even if the backend refuses to deregister an entry. A panic of `callback`
+    /// is caught and logged.
     pub fn invalidate_with_callback(
         &self,
         range: AddressRange,
@@ -316,7 +315,7 @@ impl<S: CacheBackend> fmt::Debug for Cache<S> {
 /// handle.
 pub struct LookupHandle<'c, S: CacheBackend> {
     cache: &'c Cache<S>,
-    /// `None` if the cache had no free lease block, or in a forked child.
+    /// The handle's lease block. `None` if the cache had no free block, or in a forked child.
     own: Option<HandleBlock<'c>>,
     /// Makes the handle `!Send`, because only one thread may use its lease block.
     not_send: PhantomData<*const ()>,

@@ -94,7 +94,7 @@ pub struct CachedEntryInfo<T> {
     pub age: Duration,
     /// The number of leases of the entry.
     pub users: usize,
-    /// The result for this region of the closure that was passed to [`Cache::entries`].
+    /// The value that the closure given to [`Cache::entries`] returned for the entry's region.
     pub region: T,
 }
 

@@ -310,7 +310,7 @@ pub trait Ipc {
     unsafe fn close(&self, allocation: &Allocation) -> Result<()>;
 }
 
-/// Lists the physical segments of ranges (HM-07).
+/// Lists the physical segments of ranges.
 pub trait SegmentMap {
     /// Returns the physical segments of `range` in address order. The range must lie in the
     /// allocation `of`, under the conditions of [`DmaBufExporter::export`].
@@ -326,7 +326,7 @@ pub trait SegmentMap {
     }
 }
 
-/// Makes bytes that NICs wrote visible to devices (HM-14).
+/// Makes bytes that NICs wrote visible to devices.
 pub trait InboundFlush {
     /// Makes bytes that NICs wrote visible to device work that starts after this call. The
     /// completion queues of [`Domain::open_cq`](crate::Domain::open_cq) call this method.

@@ -36,7 +36,7 @@ pub struct Capability {
     pub allocate: bool,
     /// True if the iface can export ranges as dma-buf fds.
     pub dma_buf: bool,
-    /// True if the iface can export dma-bufs with the PCIe mapping (HM-09).
+    /// True if the iface can export dma-bufs with the PCIe mapping.
     pub pcie_mapping: bool,
     /// True if the iface can open memory to peer-memory clients in the kernel.
     pub peer_memory: bool,

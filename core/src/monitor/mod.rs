@@ -127,7 +127,7 @@ impl MonitorDescription {
 /// or start several monitors ([`MonitorSource::start`](crate::iface::MonitorSource::start)). A
 /// cache holds no lock during a call.
 pub trait Monitor: fmt::Debug + Send + Sync {
-    /// Returns the name that the configuration and `info` use: `memhooks`, `userfaultfd`, `import`.
+    /// Returns the name for the configuration and `hmem info`: `memhooks`, `userfaultfd`, `import`.
     fn name(&self) -> &str;
 
     /// Returns a line of text with the reason why this monitor was chosen, and the changes that it

@@ -11,7 +11,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// The number of values that no issuer accepts.
+/// The issuer's number in a value that no issuer accepts.
 const NO_ISSUER: u64 = 0;
 
 /// An issuer of [`Subscription`]s, [`InvalidationToken`]s and [`GateToken`]s.

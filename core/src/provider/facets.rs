@@ -121,8 +121,8 @@ pub trait Enabling {
 
 /// The facet for remote keys that one number cannot describe.
 pub trait CompositeKeys {
-    /// Returns the remote key of a region if the key consists of several numbers (VRB-07), or if
-    /// its addressing differs from that of the domain's other regions. `None` means that the single
+    /// Returns the remote key of a region if the key consists of several numbers, or if its
+    /// addressing differs from that of the domain's other regions. `None` means that the single
     /// number [`ProviderRegion::key`] is the key of the whole region.
     ///
     /// # Errors

@@ -105,8 +105,7 @@ pub struct Piece<'a> {
 pub struct LiveObjects {
     /// The number of registered regions, including sub-regions.
     pub regions: u64,
-    /// The number of registrations that pin pages. Sub-regions pin none, and are not counted
-    /// (SUB-03).
+    /// The number of registrations that pin pages. Sub-regions pin none, and are not counted.
     pub page_registrations: u64,
     /// The number of bytes that are pinned or exported for registrations.
     pub bytes: u64,
@@ -131,7 +130,7 @@ pub trait Provider: fmt::Debug + Send + Sync {
     /// Returns the attributes of all NICs.
     ///
     /// # Errors
-    /// - Unavailable, with the library and the reason.
+    /// - Unavailable if the driver's library cannot be used. The error names it and the reason.
     /// - The driver's error, if no NIC can be opened.
     fn nics(&self) -> Result<Vec<ProviderAttr>>;
 
@@ -298,7 +297,7 @@ pub struct EndpointAttr {
     /// The queue that gets the completions of receives.
     pub rx_cq: Arc<dyn CompletionQueue>,
     /// True to enable the RMA_EVENT capability, with which peers can access regions with counters
-    /// through the endpoint (EVT-02).
+    /// through the endpoint.
     pub rma_event: bool,
     /// The endpoint's authorization key. `None` means the domain's key. An empty key means no key.
     pub auth_key: Option<AuthKey>,

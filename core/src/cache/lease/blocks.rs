@@ -84,8 +84,8 @@ pub(in crate::cache) struct LeaseBlock {
     /// The index of the next block of the same owner, or 0. Each owner has a list of blocks, and
     /// gets another block when all slots of the searched blocks are in use.
     next_block: AtomicU32,
-    /// The index of the block in which the owner found its last slot, if the first block was full
-    /// then. 0 means the first block. Used only in the first block of an owner.
+    /// The index of the block in which the owner last found a free slot. 0 means the owner's first
+    /// block. Used only in the first block of an owner.
     current_block: AtomicU32,
     /// The position of the slot that the next lookup with this block tries first. The slot is
     /// probably free.
@@ -201,7 +201,7 @@ impl LeaseBlocks {
         Some(block)
     }
 
-    /// Marks a released block as owned, or the first block that never had an owner.
+    /// Takes a released block, or else the first block that never had an owner. Marks it as owned.
     fn take(&self) -> Option<&LeaseBlock> {
         let _one_at_a_time = self.assigning.lock();
         let created = self.created.load(Ordering::Relaxed);

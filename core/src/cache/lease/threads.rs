@@ -25,9 +25,9 @@ struct RecordedBlocks {
     /// The caches: for each, the value of the gate's word while fast lookups are enabled
     /// ([`fast_open`]), or [`NO_CACHE`].
     words: [Cell<u64>; RECORDED_CACHES],
-    /// The lease slots that the next lookups try first. Dangling without a cache.
+    /// The lease slots that the next lookups try first. Dangling in elements without a cache.
     slots: [Cell<NonNull<LeaseSlot>>; RECORDED_CACHES],
-    /// The thread's first lease blocks. Dangling without a cache.
+    /// The thread's first lease blocks. Dangling in elements without a cache.
     blocks: [Cell<NonNull<LeaseBlock>>; RECORDED_CACHES],
 }
 

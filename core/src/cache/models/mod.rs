@@ -161,8 +161,8 @@ fn look_up(cache: &Modelled, block: &LeaseBlock, page: u64) {
     }
 }
 
-/// Does the worker's job on the calling thread: reclaims invalidated entries until no call of the
-/// worker is pending.
+/// Does the worker's job on the calling thread: reclaims invalidated entries, again and again until
+/// no thread has woken the worker since the last pass began.
 fn work(cache: &Modelled) {
     while cache.core.waker.called.swap(false, Ordering::SeqCst) {
         cache.core.reclaim_once();
@@ -176,8 +176,8 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
     model.check(body);
 }
 
-/// Runs `models` without fences of the kind `fence`. No thread of the process issues them
-/// meanwhile, so only one test at a time does this.
+/// Runs `models` without fences of the kind `fence`. Meanwhile no thread of the process issues such
+/// fences, so a second test waits until the first has run its models.
 fn without(fence: u32, models: impl FnOnce()) {
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -27,7 +27,7 @@ struct DeregistrationGuard<'a, S: CacheBackend> {
     detached: &'a mut DetachedRegions<S>,
     /// The regions that the backend refused to deregister.
     refused: Vec<DetachedRegion<S>>,
-    /// The callbacks that no longer wait.
+    /// The list to which the drop moves the callbacks whose wait has ended.
     callbacks: &'a mut PendingCallbacks,
 }
 
@@ -132,8 +132,8 @@ impl<S: CacheBackend> CacheCore<S> {
         entry
     }
 
-    /// Deregisters detached regions. Keeps the regions that the backend refuses for a retry.
-    /// Appends the callbacks that no longer wait to `callbacks`. The caller must hold no lock.
+    /// Deregisters detached regions. If the backend refuses a region, keeps it for a retry. Moves
+    /// the callbacks whose wait has ended to `callbacks`. The caller must hold no lock.
     #[inline]
     pub(in crate::cache) fn deregister(
         &self,

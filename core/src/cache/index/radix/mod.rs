@@ -63,13 +63,13 @@ struct Node {
 #[allow(unsafe_code, reason = "zero bytes are an empty node")]
 unsafe impl Zeroed for Node {}
 
-/// The number of places for entries in a bucket.
+/// The number of entries that one bucket can hold.
 #[cfg(not(loom))]
 const WIDTH: usize = 5;
 #[cfg(loom)]
 const WIDTH: usize = 2;
 
-/// A link of a chain.
+/// A member of a chain: the linked list of buckets for a slot with several entries.
 #[repr(C)]
 #[derive(Debug)]
 #[cfg_attr(loom, derive(Default))]
@@ -82,7 +82,7 @@ struct Bucket {
     child: AtomicU32,
     /// The index of the chain's next bucket, or 0.
     next: AtomicU32,
-    /// The indices of entries, with 0 for each free place.
+    /// The indices of the bucket's entries, with 0 for each unused element.
     entries: [AtomicU32; WIDTH],
 }
 
