@@ -373,8 +373,8 @@ impl RefusalCause {
 
     /// Returns the probable cause of a refusal, or `None` if no rule matches.
     ///
-    /// The probable cause is the matching rule with the lowest rank, and the first of them among
-    /// equal ranks. Pass the iface's rules before the general rules.
+    /// The probable cause is the matching rule with the lowest rank, and the first one if several
+    /// have this rank. Pass the iface's rules before the general rules.
     #[must_use]
     pub fn probable<'r>(
         rows: impl IntoIterator<Item = &'r Self>,

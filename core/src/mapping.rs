@@ -52,8 +52,8 @@ impl Mapping {
         Self::anonymous_near(Address(0), len, protection, flags)
     }
 
-    /// Like [`Mapping::anonymous`], at the address `start` or, if that is not free, elsewhere. The
-    /// call never replaces a mapping: `MAP_FIXED` is ignored.
+    /// Maps memory like [`Mapping::anonymous`], but at the address `start`, or elsewhere if the
+    /// addresses there are not free. Never replaces a mapping: `MAP_FIXED` is ignored.
     ///
     /// # Errors
     /// The errors of [`Mapping::anonymous`], and `EEXIST` if `flags` has `MAP_FIXED_NOREPLACE` and

@@ -13,7 +13,7 @@ use std::{
 
 use crate::{Error, ErrorKind, Result, WipedOnFork};
 
-/// A mark of one process.
+/// A mark that distinguishes a process from its forked children.
 ///
 /// A mark that a process got before a fork is never the mark of the child, whichever system call
 /// made the fork. A child that shares the memory of its parent (`vfork(2)`) has the parent's mark.

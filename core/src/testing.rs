@@ -24,12 +24,12 @@ pub trait CallKind: Copy + Debug + Eq + Send + Sync + 'static {
     /// Returns the number of the kind, which is below [`CallKind::COUNT`].
     fn index(self) -> usize;
 
-    /// Returns true if calls of the kind are counted from the start. Other calls are counted once a
-    /// test has called a method of [`Faults`], because counting costs a locked instruction.
+    /// Returns true if calls of the kind are counted from the start. Other calls are counted only
+    /// after [`Faults::start_counting`], because counting costs a locked instruction.
     fn is_always_counted(self) -> bool;
 
-    /// Creates the error of a call that fails with `errno`. `number` is the count of calls of the
-    /// kind.
+    /// Creates the error of a call that fails with `errno`. `number` is the number of the call
+    /// among the counted calls of its kind, from 1.
     fn failure(self, errno: Errno, number: u64) -> Error;
 }
 

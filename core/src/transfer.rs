@@ -12,7 +12,7 @@ use crate::{
     named_enum, window::WindowBind,
 };
 
-/// A piece of local memory in a work request.
+/// A contiguous part of the local memory of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LocalSegment {
     /// The first address, as a virtual address of this process. It is a virtual address for regions
@@ -25,7 +25,7 @@ pub struct LocalSegment {
     pub desc: Option<LocalKey>,
 }
 
-/// A piece of a peer's memory in a work request.
+/// A contiguous part of the peer's memory of a work request.
 #[derive(Clone, Copy, Debug)]
 pub struct RemoteSegment<'a> {
     /// The address of the first byte, of the kind that [`RemoteKey::addressing`] returns.

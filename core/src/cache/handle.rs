@@ -181,7 +181,7 @@ impl<S: CacheBackend> Cache<S> {
     }
 
     /// Invalidates the entries that contain a byte of the range. No lookup that begins after this
-    /// call finds them. Each is deregistered once it has no lease.
+    /// call finds them. The cache deregisters each entry when the entry has no lease any more.
     ///
     /// Entries that only share a page with the range stay. [`Cache::invalidator`] invalidates those
     /// too, since monitors report whole pages.
@@ -189,7 +189,7 @@ impl<S: CacheBackend> Cache<S> {
         self.core.invalidate_bytes(range);
     }
 
-    /// Invalidates like [`Cache::invalidate`], and calls `callback` once all entries of the range
+    /// Invalidates like [`Cache::invalidate`], and calls `callback` when all entries of the range
     /// are deregistered and the cache has no other deregistration in flight, whatever its range.
     /// The entries of the range include those that were invalidated earlier, and those with a
     /// deregistration in flight, but not those that the backend already refused to deregister.

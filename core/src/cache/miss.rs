@@ -304,10 +304,10 @@ impl<S: CacheBackend> CacheCore<S> {
 
     /// Ends a registration that produced no region.
     ///
-    /// With an error, the waiting threads that asked for exactly the same range and rights get the
-    /// error, and the others search again. Without an error, all waiting threads search again, and
-    /// the miss still counts as a registration. A thread that finds no entry registers its own
-    /// range.
+    /// If `error` is given, the waiting threads that asked for exactly the entry's range and rights
+    /// return the error, and all other waiting threads search again. If not, all waiting threads
+    /// search again, and the miss still counts as a registration. A waiting thread that finds no
+    /// entry registers its own range.
     #[cold]
     #[inline(never)]
     fn fail_registration(&self, index: u32, slot: &LeaseSlot, error: Option<Error>) {

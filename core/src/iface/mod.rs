@@ -223,7 +223,7 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
         &[]
     }
 
-    /// Returns the error for a missing facet. A back end overrides this to add the reason, for
+    /// Returns the error for a missing facet. An iface overrides this method to add the reason, for
     /// example a symbol that the driver library does not have.
     fn unavailable(&self, facet: Facet) -> Error {
         facet.unavailable(self)

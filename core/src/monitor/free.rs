@@ -47,7 +47,7 @@ impl Drop for FreeInProgress<'_> {
 /// each free.
 ///
 /// The `subscribe` of a [`Monitor`](super::Monitor) calls [`add`](Self::add), and its `unsubscribe`
-/// calls [`remove`](Self::remove). The frees come from one of two places:
+/// calls [`remove`](Self::remove). The frees are announced in one of two ways:
 ///
 /// - The iface wraps each of its own frees in [`while_freeing`](Self::while_freeing).
 /// - The driver's callback calls `while_freeing` with an empty closure. Before the call, the driver

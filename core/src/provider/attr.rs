@@ -3,7 +3,7 @@
 pub use crate::nic::Nic;
 use crate::{Access, Error, ErrorKind, MrFlags, MrMode, Result};
 
-/// The kinds of memory that a NIC can import.
+/// The paths by which a NIC can reach memory, besides the plain host path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Imports {
     /// True if the NIC can register dma-buf fds.
@@ -40,7 +40,7 @@ pub struct ProviderAttr {
     pub max_mr_count: u64,
     /// The page sizes that registrations may request, in bytes, ascending.
     pub page_sizes: Vec<usize>,
-    /// The kinds of memory that the NIC can import.
+    /// The paths by which the NIC can reach memory, besides the plain host path.
     pub imports: Imports,
     /// The rights that a staged region may have: all rights if the provider also copies data for
     /// remote accesses, and otherwise only the local rights.

@@ -59,7 +59,7 @@ pub struct DomainRequest {
     pub staging: StagingAttr,
 }
 
-/// The means by which a provider accesses one piece of memory.
+/// The means by which a provider accesses one [`Piece`] of memory.
 #[derive(Clone, Debug)]
 pub enum Backing<'a> {
     /// Host memory. The provider reaches it by the addresses of the range.
@@ -301,9 +301,9 @@ pub struct EndpointAttr {
     pub rma_event: bool,
     /// The endpoint's authorization key. `None` means the domain's key. An empty key means no key.
     pub auth_key: Option<AuthKey>,
-    /// A counter of successful and failed transmits, if given.
+    /// The counter of successful and failed transmits. `None` to count none.
     pub tx_counter: Option<Arc<Counter>>,
-    /// A counter of successful and failed receives, if given.
+    /// The counter of successful and failed receives. `None` to count none.
     pub rx_counter: Option<Arc<Counter>>,
     /// The number of requests that may be outstanding in each direction. A post beyond this number
     /// fails with Again. 0 counts as 1. A number above the NIC's limit counts as that limit. The

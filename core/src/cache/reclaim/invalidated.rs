@@ -185,9 +185,9 @@ impl<S: CacheBackend> CacheCore<S> {
         self.deregister(&mut detached, &mut PendingCallbacks::new());
     }
 
-    /// Invalidates the entries that contain a byte of the range. Runs `callback` once all of them
-    /// are deregistered and no other deregistration is in flight. Runs `callback` at once if the
-    /// range is empty or in a forked child.
+    /// Invalidates the entries that contain a byte of the range. Runs `callback` when all of them
+    /// are deregistered and no other deregistration is in flight. Runs `callback` immediately if
+    /// the range is empty, or in a forked child.
     pub(in crate::cache) fn invalidate_with_callback(
         &self,
         range: AddressRange,

@@ -151,8 +151,8 @@ impl InvalidatedStack {
     }
 }
 
-/// A counter of ended deregistrations, and of the waiters: threads that wait for deregistrations,
-/// and one for all callbacks that wait.
+/// A counter of ended deregistrations, and a counter of waiters. Each thread that waits for
+/// deregistrations is a waiter, and all waiting callbacks together are one.
 ///
 /// Deregistrations begin under the cache's lock and end without it. A thread that ended
 /// deregistrations increases `ended` and then reads `waiters`. A thread that waits increases
