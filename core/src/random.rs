@@ -4,10 +4,8 @@ use crate::{Error, ErrorKind, Result};
 
 /// Returns a number from the operating system's random generator.
 ///
-/// The error names `provider`.
-///
 /// # Errors
-/// [`ErrorKind::Unavailable`] if the operating system's generator fails.
+/// [`ErrorKind::Unavailable`], with the name `provider`, if the generator fails.
 pub fn random_u64(provider: &'static str) -> Result<u64> {
     getrandom::u64().map_err(|error| {
         Error::new(ErrorKind::Unavailable, "getrandom")

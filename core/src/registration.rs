@@ -35,9 +35,9 @@ pub struct Registration<'a> {
     /// enables it. A provider without [`Enabling`](crate::provider::Enabling) ignores this field:
     /// its regions are always usable at once.
     pub enabled: bool,
-    /// The settings for registering a range in parts, by several driver calls at once. With `None`
-    /// the provider splits only ranges that are too long for one call. A provider that ignores
-    /// these settings reports progress once, at the end.
+    /// The settings for registering host memory in parts, by parallel driver calls. `None` splits
+    /// only ranges that are too long for one call. A provider that ignores these settings reports
+    /// progress once, at the end.
     pub parallel: Option<&'a Parallel<'a>>,
     /// The domain's policy for direct access to device memory.
     pub policy: P2pPolicy,
@@ -290,8 +290,7 @@ impl Serialize for DirectPath {
 /// bytes done so far and the total number.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// The settings for registering a long range of host memory in parts, by several driver calls at
-/// once.
+/// The settings for registering a long range of host memory in parts, by parallel driver calls.
 ///
 /// A driver pins memory on one CPU per call, at 0.06 ns per byte or more. Several calls at once use
 /// several CPUs. The result is one region with a key for each part. The region's

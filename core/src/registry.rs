@@ -174,9 +174,8 @@ impl Registry {
         Ok(AddressOwner::SYSTEM)
     }
 
-    /// Returns the error for memory that does not belong to the iface that the caller named. If the
-    /// registry lacks that iface, or the iface's query fails, the call returns the error of that
-    /// failure.
+    /// Returns the error for memory that does not belong to the iface `claimed`. If the lookup or
+    /// the query of that iface fails, returns the error of the failed call instead.
     #[cold]
     pub(crate) fn refuse_claim(
         &self,

@@ -162,8 +162,8 @@ impl<C: CallKind> Faults<C> {
         self.state.counting.load(SeqCst)
     }
 
-    /// Counts a call of this kind. If a test has requested faults for the call, waits at the gate,
-    /// and then returns the injected error.
+    /// Counts a call of this kind. Waits if a test holds the call at a gate, and then fails if a
+    /// test has injected an error for the call.
     ///
     /// # Errors
     /// The error of [`CallKind::failure`], for a call that a test makes fail.

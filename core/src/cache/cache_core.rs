@@ -41,8 +41,8 @@ pub(super) struct CacheCore<S: CacheBackend> {
     pub(super) active_invalidations: CachePadded<ActiveInvalidations>,
     pub(super) state: CachePadded<Mutex<LockedState<S>>>,
     pub(super) in_flight: CachePadded<InFlightCounter>,
-    /// Notified when a registration with waiting threads ends, and when deregistrations end for
-    /// which a thread or a callback waits. Threads wait for this with the lock of `state`.
+    /// Notified when a registration ends for which a thread waits, and when deregistrations end for
+    /// which a thread or a callback waits. Threads wait with the lock of `state`.
     pub(super) ended: Condvar,
     pub(super) counters: CachePadded<Counters>,
     pub(super) waker: Waker,

@@ -98,8 +98,8 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Continues a fast lookup with a search of the table, after the entry that the slot's last
-    /// lookup found did not cover the key. Another entry may start in the same page.
+    /// Continues a fast lookup with a search of the table, because the entry that the slot's last
+    /// lookup found does not cover the key. Another entry that starts in the same page may do so.
     #[cold]
     #[inline(never)]
     fn lookup_in_table<'c>(&'c self, slot: &'c LeaseSlot, key: &Key) -> FastLookup<'c, S> {

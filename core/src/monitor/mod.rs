@@ -75,7 +75,7 @@ pub trait Invalidator: fmt::Debug + Send + Sync {
     /// overlap.
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken;
 
-    /// Ends a change that [`Invalidator::invalidate_start`] began, once the old memory is gone or
+    /// Ends a change that [`Invalidator::invalidate_start`] began, when the old memory is gone or
     /// the new memory is in place. Does nothing with the token of another invalidator.
     fn invalidate_end(&self, change: InvalidationToken);
 

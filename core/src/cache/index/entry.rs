@@ -82,7 +82,7 @@ pub(in crate::cache) mod state {
     }
 }
 
-/// A cached registration. All fields by which a fast lookup decides are in the first cache line.
+/// A cached registration. All fields that a fast lookup compares are in the first cache line.
 /// The fields from `start` to `allocation` have the values of the [`Key`].
 #[repr(C, align(64))]
 pub(in crate::cache) struct Entry<S: CacheBackend> {
