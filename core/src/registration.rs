@@ -63,7 +63,8 @@ impl<'a> Registration<'a> {
     /// Creates the inputs for a registration of host memory that the region does not own.
     ///
     /// - The region has virtual addresses, strict ordering and no flags, and is enabled at once.
-    /// - The provider chooses the key and the page size, and does not register in parallel parts.
+    /// - The provider chooses the key and the page size, and splits only ranges that are too long
+    ///   for one driver call.
     /// - The policy is [`P2pPolicy::Enabled`], with the NIC's own order of direct paths.
     /// - Transfers that use the region may call drivers.
     #[must_use]

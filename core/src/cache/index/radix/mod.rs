@@ -69,7 +69,7 @@ const WIDTH: usize = 5;
 #[cfg(loom)]
 const WIDTH: usize = 2;
 
-/// A member of a chain: the linked list of buckets for a slot with several entries.
+/// A member of a chain, the linked list of buckets for a slot with more than one entry or node.
 #[repr(C)]
 #[derive(Debug)]
 #[cfg_attr(loom, derive(Default))]
