@@ -72,13 +72,13 @@ pub enum OptionResult {
     /// registration.
     Accepted,
     /// The driver received the option but may have ignored it, which no verbs call reports
-    /// (VRB-02).
+    /// (requirement VRB-02).
     RequestedNotConfirmable,
 }
 
 impl VerbsOptions {
-    /// Returns the result of each option, for a successful registration with the options in the
-    /// set.
+    /// Returns each option of this set with its result, for a successful registration with all of
+    /// these options.
     pub fn results(self) -> impl Iterator<Item = (Self, OptionResult)> {
         self.iter().map(move |option| {
             let result = match option {
@@ -155,7 +155,7 @@ pub(super) fn remote_changes(access: Access, device: DeviceRights) -> AccessFlag
 }
 
 /// Returns the flags that [`access_flags`] sets although `access` does not ask for them, because
-/// verbs requires them: LOCAL_WRITE on all devices, REMOTE_WRITE on iWARP (VRB-03).
+/// verbs requires them: LOCAL_WRITE on all devices, REMOTE_WRITE on iWARP (requirement VRB-03).
 pub(super) fn added(access: Access, device: DeviceRights) -> AccessFlags {
     let mut asked = AccessFlags::empty();
     asked.set(AccessFlags::LOCAL_WRITE, access.intersects(Access::READ | Access::RECV));
@@ -223,7 +223,7 @@ impl From<AccessFlags> for WriteOrdering {
     }
 }
 
-/// Returns an error for flags that every driver refuses with EINVAL (VRB-01).
+/// Returns an error for flags that every driver refuses with EINVAL (requirement VRB-01).
 ///
 /// # Errors
 /// BadAccess for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, and for bits that verbs does

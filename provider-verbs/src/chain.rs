@@ -44,8 +44,8 @@ pub(super) fn carry(request: &mut SendWr, data: Option<u32>) {
 /// Fast path: builds the work request of a transfer that needs only one work request with one local
 /// segment. The work request points to `segment`, which this call fills in.
 ///
-/// Returns the transfer's length in bytes. Returns `None` for a transfer that needs more, and for
-/// an invalid transfer. The caller then calls [`Chain::rma`], which also returns the errors.
+/// Returns the transfer's length in bytes. Returns `None` for other transfers and for invalid ones:
+/// the caller then calls [`Chain::rma`], which builds the work requests or returns the error.
 #[inline]
 pub(super) fn single(
     held: &Held<'_>,
@@ -72,8 +72,8 @@ pub(super) fn single(
     Some(local.len)
 }
 
-/// Returns the flag for an inline post, or 0. `readable` is true if the CPU may read the `bytes`
-/// bytes during the post.
+/// Returns the flag INLINE if a post of `bytes` bytes can be inline, and 0 if not. `readable` is
+/// true if the CPU may read the bytes during the post.
 #[inline]
 fn inline(pair: &QueuePair, readable: bool, bytes: u64) -> u32 {
     let fits = bytes > 0 && bytes <= u64::from(pair.cap.max_inline_data);
@@ -102,9 +102,9 @@ impl Chain {
         self.requests.clear();
     }
 
-    /// Translates a list of local segments to runs that each have one lkey. Returns true if every
+    /// Translates local segments to [`Span`]s and adds them to `self.spans`. Returns true if every
     /// region owns its memory: the CPU may then read the bytes for an inline post. Also returns the
-    /// list's length in bytes.
+    /// total length of the segments in bytes.
     fn local(
         &mut self,
         held: &Held<'_>,
@@ -300,8 +300,8 @@ pub(super) fn check_keys(domain: &DomainState, operation: &Operation<'_>) -> Res
 /// Splits a range of a peer's memory into targets that each have one rkey, and adds them to
 /// `targets`.
 ///
-/// The key may not cover the whole range. Bytes that it does not cover get the rkey of the bytes
-/// before them, or the first rkey of the key. The peer's NIC then refuses the access.
+/// If the key covers only a part of the range, the other bytes get the rkey of the bytes before
+/// them, or the first rkey of the key. The peer's NIC then refuses the access.
 fn targets(
     targets: &mut Vec<SplitTarget>,
     domain: &DomainState,
@@ -315,7 +315,7 @@ fn targets(
     }
 }
 
-/// Splits a range like [`targets`], by the pieces of the range's key.
+/// Does the work of [`targets`]. `pieces` are the ranges to which the key gives access, with rkeys.
 fn cut<'a>(
     targets: &mut Vec<SplitTarget>,
     pieces: impl Iterator<Item = &'a RemotePiece> + Clone,

@@ -53,8 +53,8 @@ pub(super) struct PeerName {
     pub(super) mtu: u8,
     /// Maximum number of RMA reads and atomics that the queue pair executes at once.
     pub(super) reads: u8,
-    /// Number of connections of the endpoint that have failed, modulo 2^16. A peer that finds
-    /// another number in the endpoint's name than before must connect again.
+    /// Number of connections of the endpoint that have failed, modulo 2^16. If this number in the
+    /// endpoint's name has changed, the peer must connect again.
     pub(super) epoch: u16,
 }
 

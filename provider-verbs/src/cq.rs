@@ -58,10 +58,10 @@ impl Room {
     /// the completion, which bounds the memory for unread completions.
     pub(super) const COMPLETION: Self = Self(1 << 32);
 
-    /// Returns `count` entries of the NIC's queue. A request needs one for each of its work
-    /// requests, because all of them complete if the request fails. The request uses its entries
-    /// until the provider has read the completion of its last work request from the NIC. So the NIC
-    /// never writes more completions than its queue holds.
+    /// Returns room of `count` entries in the NIC's queue. A request needs one entry for each of
+    /// its work requests, because all of them complete if the request fails. The request uses the
+    /// entries until the provider has read the completion of its last work request from the NIC. So
+    /// the NIC never writes more completions than its queue holds.
     pub(super) const fn entries(count: u32) -> Self {
         Self(count as u64)
     }

@@ -121,8 +121,8 @@ impl OpenDevice {
     ///
     /// # Safety
     /// - `context` is an open context.
-    /// - Without `owner`, no code but the result closes the context.
-    /// - With `owner`, the context stays open until `owner` is dropped.
+    /// - If `owner` is `None`, only the returned value closes the context.
+    /// - If `owner` is not `None`, the context stays open until `owner` is dropped.
     unsafe fn new(
         library: &Arc<Library>,
         context: *mut Context,
@@ -192,7 +192,7 @@ impl OpenDevice {
     }
 
     /// Calls `destroy`, the library call `symbol` that destroys an object of the device, and logs
-    /// an error. Does nothing in a forked child, because the object belongs to the parent process.
+    /// its error. Does nothing in a forked child: the object belongs to the parent process.
     pub(super) fn destroy(&self, symbol: &'static str, destroy: impl FnOnce() -> c_int) {
         if self.is_inherited() {
             return;
@@ -288,8 +288,8 @@ impl OpenDevice {
         }
     }
 
-    /// Returns true if the driver imports dma-bufs. The call registers the invalid fd -1: a driver
-    /// that imports dma-bufs then returns EBADF, and other drivers return EOPNOTSUPP.
+    /// Returns true if the driver can import dma-bufs. Tries to import the invalid fd -1: a driver
+    /// that can import dma-bufs returns EBADF, and other drivers return EOPNOTSUPP.
     fn probe_dma_buf(&self) -> Result<bool> {
         let functions = &self.library.functions;
         let Some(register) = functions.reg_dmabuf_mr else {

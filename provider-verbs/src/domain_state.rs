@@ -44,8 +44,8 @@ pub(super) struct DomainState {
     pub(super) regions: Regions,
     pub(super) windows: Windows,
     pub(super) staging: Staging,
-    /// The pieces of peers' memory of each key that the application made with `map_raw`, by the
-    /// number in the [`RemoteKey`].
+    /// For each key that the application made with `map_raw`: the ranges of a peer's memory to
+    /// which the key gives access. Each entry is found by the number in the [`RemoteKey`].
     pub(super) mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
     /// Number of open endpoints.
     pub(super) endpoints: AtomicU64,

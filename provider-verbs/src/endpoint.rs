@@ -425,8 +425,8 @@ impl Endpoint {
         }
     }
 
-    /// Replaces the windows that were bound through the queue pair, and destroys the queue pair.
-    /// Then completes the requests in flight as canceled. Does nothing if the endpoint is closed.
+    /// Frees the windows bound through the queue pair and allocates new ones, destroys the queue
+    /// pair, and completes the requests in flight as canceled. Does nothing on a closed endpoint.
     fn tear_down(&self, mut state: MutexGuard<'_, PostState>) {
         let Some(pair) = state.connection.take() else { return };
         let windows = self.windows(&state);

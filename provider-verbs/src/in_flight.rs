@@ -23,8 +23,8 @@ pub(super) struct Arrival {
     pub(super) data: Option<u64>,
     /// The key that the message has invalidated.
     pub(super) invalidated: Option<u64>,
-    /// Number of bytes that a peer's write with immediate data has written. The write consumed the
-    /// receive, but its bytes are in the region that it named.
+    /// Number of bytes that a peer's write with immediate data has written, if such a write
+    /// consumed the receive. The bytes are in the region that the write named.
     pub(super) written: Option<u64>,
 }
 
@@ -98,7 +98,7 @@ pub(super) const fn last(wr_id: u64) -> u64 {
     wr_id | LAST
 }
 
-/// Number of work requests of each direction.
+/// Numbers of work requests for the send queue and for the receive queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct WorkRequests {
     pub(super) sends: u32,
@@ -140,7 +140,7 @@ pub(super) struct RequestTable {
     free: Vec<u32>,
     /// Generations (see [`Slot`]) that the table has used. The next request gets the range's end.
     generations: Range<u32>,
-    /// The work requests that use an entry of the send queue or the receive queue.
+    /// Numbers of used entries of the send queue and of the receive queue.
     in_use: WorkRequests,
     /// The work requests that [`Self::drop_all`] dropped since the last [`Self::take_stale`].
     stale: WorkRequests,
@@ -211,9 +211,9 @@ impl RequestTable {
         Effect { ended, settled: WorkRequests::of(kind, requests) }
     }
 
-    /// Removes a request that the driver refused. `posted` is true if the driver posted some of the
+    /// Ends a request that the driver refused. `posted` is true if the driver posted some of the
     /// work requests. Their completions may arrive, but never that of the last work request. So the
-    /// request then uses its slot and its entries of the queues until [`Self::drop_all`].
+    /// slot and the queue entries of the request then stay in use until [`Self::drop_all`].
     pub(super) fn withdraw(&mut self, wr_id: u64, posted: bool) {
         self.complete(if posted { wr_id } else { last(wr_id) });
     }

@@ -15,7 +15,7 @@ use super::{
     sys::{Context, Device, ForkStatus, Functions},
 };
 
-/// Setting for the protection of registered pages over `fork` (MON-06).
+/// Setting for the protection of registered pages over `fork` (requirement MON-06).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkSafety {
@@ -29,7 +29,7 @@ pub enum ForkSafety {
     Off,
 }
 
-/// Protection of registered pages when the process forks (MON-06).
+/// Protection of registered pages when the process forks (requirement MON-06).
 ///
 /// Without protection, the parent's first write after a fork goes to a new copy of the page, and
 /// the NIC keeps using the old page.
@@ -88,7 +88,7 @@ pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String 
 }
 
 impl Library {
-    /// Initializes the library, as [`fork_support`] describes.
+    /// Takes the functions of libibverbs, and protects registered pages as [`fork_support`] says.
     pub(super) fn new(functions: Functions, safety: ForkSafety) -> Self {
         let fork = fork_support(&functions, safety);
         tracing::debug!(library = functions.library(), ?fork, "libibverbs in use");

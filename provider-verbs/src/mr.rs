@@ -9,7 +9,7 @@ use hmem_core::{AddressRange, Error, ErrorKind, MemoryRegion, Result};
 use super::{domain::VerbsDomain, region::RegionPart};
 
 /// One registration of a region with its keys, for work requests of other code in the same
-/// protection domain (VRB-04).
+/// protection domain (requirement VRB-04).
 ///
 /// The borrow keeps the region from being closed while the keys are in use.
 ///

@@ -13,11 +13,11 @@ use parking_lot::Mutex;
 
 use super::region::{Parts, RegionPart};
 
-/// Minimum number of bytes for each thread: a shorter registration ends before a second CPU starts
-/// its part. It does not apply to parts whose length the application chose ([`Parallel::chunk`]).
+/// Minimum number of bytes for each thread: a shorter registration ends before a second CPU starts.
+/// Parts whose length the application chose ([`Parallel::chunk`]) may be shorter.
 const MIN_PARALLEL_LEN: u64 = 64 << 20;
-/// Length of a huge page in bytes. If the provider chooses the length of parts, it is a multiple of
-/// this length, or the device's limit.
+/// Length of a huge page in bytes. Parts whose length the provider chooses are a multiple of it, or
+/// as long as the device allows.
 const HUGE: u64 = 2 << 20;
 
 /// Division of one range into parts that are registered separately.
@@ -67,7 +67,7 @@ pub(super) fn cpus() -> usize {
 /// Calls `one` with the offset and length of each part in `seams`, with at most `threads` calls at
 /// once. Appends the registrations to `parts` in the order of `seams`.
 ///
-/// After an error or a panic of `progress`, `parts` also has the registrations that succeeded.
+/// After an error of `one` or a panic of `progress`, `parts` has the registrations made so far.
 pub(super) fn register(
     seams: &[(u64, u64)],
     threads: usize,

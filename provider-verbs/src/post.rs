@@ -245,7 +245,7 @@ impl Poster {
     ///
     /// # Errors
     /// - Again: the queue has no room.
-    /// - MessageTooLong: the whole queue has too little room.
+    /// - MessageTooLong: even the empty queue has too little room.
     #[inline]
     pub(super) fn reserve(&self, kind: CompletionKind, needed: Room) -> Result<&CqRoom> {
         let room = &*self.direction(kind).room;
@@ -453,9 +453,9 @@ const fn room_of(entry: &InFlight) -> Room {
     Room::entries(entry.requests).and(completion_room(&entry.owner))
 }
 
-/// Returns the room for the completion of a request of this owner. A waiting call reads no
-/// completion. A lane (queue of staged transfers) has reserved room for the completion of the whole
-/// transfer already.
+/// Returns the room for the completion of a request of this owner: none for a waiting call, which
+/// reads no completion, and none for a lane (queue of staged transfers), which has already reserved
+/// the room for the completion of the whole transfer.
 const fn completion_room(owner: &RequestOwner) -> Room {
     match owner {
         RequestOwner::Application => Room::COMPLETION,

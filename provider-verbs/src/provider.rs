@@ -26,7 +26,8 @@ use super::{
 pub struct Builder {
     library: Option<PathBuf>,
     functions: Option<Functions>,
-    /// The application's choice. `None` is the default of the method that starts the provider.
+    /// The application's choice; `None` for the default of [`Builder::build`] or of
+    /// [`Builder::with_pd`].
     fork: Option<ForkSafety>,
     pcie_mapping_first: Option<bool>,
     domain: DomainOptions,
@@ -67,8 +68,8 @@ impl Builder {
     /// Sets whether the devices need the PCIe mapping of device memory
     /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA). Platforms with a coherent link
     /// between CPU and GPU need the PCIe mapping, which no driver call reports. If set, the path
-    /// search first exports a dma-buf for the PCIe mapping, and after a refusal for the default
-    /// mapping. The region's decision lists both attempts.
+    /// search first exports a dma-buf for the PCIe mapping, and if that is refused, another one for
+    /// the default mapping. The region's decision lists both attempts.
     ///
     /// Overrides the environment variable [`Verbs::PCIE_MAPPING_VARIABLE`]. The default is that
     /// devices do not need the mapping.
@@ -96,7 +97,7 @@ impl Builder {
     }
 
     /// Selects the entry of the port's GID table, by its index. The default for an Ethernet port is
-    /// the entry with the lowest index in the first of these classes that has one:
+    /// the entry with the lowest index in the first of these classes that has entries:
     ///
     /// 1. RoCE version 2 with an IPv4 address
     /// 2. RoCE version 2 with an IPv6 address that is not link-local
@@ -110,8 +111,8 @@ impl Builder {
         self
     }
 
-    /// Splits registrations that are longer than this many bytes (VRB-07). A smaller limit of the
-    /// device still applies. The default, 0, stands for the device's limit.
+    /// Splits registrations that are longer than this many bytes (requirement VRB-07). A smaller
+    /// limit of the device still applies. The default, 0, stands for the device's limit.
     #[must_use]
     pub fn max_registration(mut self, bytes: u64) -> Self {
         self.domain.max_registration = bytes;
@@ -162,8 +163,8 @@ impl Builder {
         Verbs::new(library, pcie_mapping_first, self.domain, None)
     }
 
-    /// Uses another crate's protection domain (VRB-04). The provider has one NIC, the device of
-    /// this protection domain. Every domain of the provider registers in this protection domain.
+    /// Uses another crate's protection domain (requirement VRB-04). The provider has one NIC, that
+    /// of this protection domain, and every domain of the provider registers in it.
     ///
     /// The lkey and rkey of these regions ([`VerbsMr`](super::VerbsMr)) work in the other crate's
     /// work requests on the protection domain. The provider neither deallocates the protection

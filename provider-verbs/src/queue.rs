@@ -55,8 +55,8 @@ impl CqState {
     }
 
     /// Reads completions from the NIC, until `deliver` has received `max` completions or the NIC
-    /// has no more. Completions of lanes (queues of staged transfers) and of waiting calls go to
-    /// their posters only. After an error, `deliver` may have received completions.
+    /// has no more. `deliver` does not receive the completions of lanes (queues of staged
+    /// transfers) and of waiting calls. After an error, `deliver` may have received completions.
     fn poll(&self, max: usize, mut deliver: impl FnMut(Completion)) -> Result<()> {
         let mut delivered = 0;
         // Zeroing the batch would be most of the cost of a poll that finds no completion.

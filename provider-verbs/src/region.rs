@@ -239,8 +239,8 @@ impl Region {
         None
     }
 
-    /// Splits `left` bytes from `address` on into runs that each have one lkey. Returns `None` if
-    /// the region does not contain all of the bytes.
+    /// Splits `left` bytes from `address` on into [`Span`]s, and adds them to `out`. Returns `None`
+    /// if the region does not contain all of the bytes.
     fn spans(&self, mut address: Address, mut left: u64, out: &mut Vec<Span>) -> Option<()> {
         while left > 0 {
             let part = self.part_at(address)?;
@@ -423,8 +423,8 @@ impl Regions {
         Ok(Some(staged))
     }
 
-    /// Returns the numbers of open regions, of their registrations and of registered bytes. All
-    /// other numbers are 0.
+    /// Returns the numbers of open regions, of their registrations and of registered bytes, without
+    /// the staging buffers. All other fields are 0.
     pub(super) fn live(&self) -> LiveObjects {
         let mut live = LiveObjects::default();
         let map = self.map.read();
@@ -474,9 +474,9 @@ impl Regions {
         }
     }
 
-    /// Returns the region's remote key, or `None` if `handle.key` is that key: the region has one
-    /// registration under the application's addresses, and the rkey has not changed since
-    /// [`Regions::insert`].
+    /// Returns the region's remote key. Returns `None` if `handle.key` is that key (the region has
+    /// one registration under the application's addresses, and the rkey has not changed since
+    /// [`Regions::insert`]), and if the table does not have the region.
     ///
     /// # Errors
     /// - KeyNotAvailable: the region is staged.
@@ -526,8 +526,8 @@ impl Held<'_> {
         (inside && region.access.contains(right)).then_some((part.key, region.cpu))
     }
 
-    /// Translates a local segment to runs that each have one lkey, and adds them to `out`. Checks
-    /// right and bounds, since a violation that the NIC detects ends the connection.
+    /// Translates a local segment to [`Span`]s, and adds them to `out`. Checks the right `right`
+    /// and the bounds of the region, since a violation that the NIC detects ends the connection.
     pub(super) fn translate(
         &self,
         &LocalSegment { desc, address, len }: &LocalSegment,

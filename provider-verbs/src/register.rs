@@ -364,8 +364,8 @@ impl Registrar<'_> {
         self.registered(mr, &call).map_err(|error| error.context("offset", offset))
     }
 
-    /// Changes the rights of a region in place, if the driver supports it (VRB-01). The keys may
-    /// change: [`VerbsMr`](super::VerbsMr) has the new ones.
+    /// Changes the rights of a region in place, if the driver supports it (requirement VRB-01). The
+    /// keys may change: [`VerbsMr`](super::VerbsMr) has the new ones.
     pub(super) fn rereg(&self, handle: ProviderRegion, access: Access) -> Result<()> {
         let lacks =
             || self.refuse(ErrorKind::Unsupported, REREG, "this libibverbs has no ibv_rereg_mr");

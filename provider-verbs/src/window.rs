@@ -52,8 +52,8 @@ struct Window {
     /// allocate a new window.
     mw: *mut Mw,
     kind: WindowType,
-    /// Key of the window once all posted requests have succeeded. For a type 1 window whose bind is
-    /// in progress, the key before that bind.
+    /// The key that the window has once all posted requests have succeeded. For a type 1 window
+    /// whose bind is in progress, the key before that bind.
     key: u32,
     /// State of the window according to the completions that were read.
     state: WindowState,
@@ -76,7 +76,7 @@ struct Known {
     /// Number of the queue pair through which a type 2 window is bound; `None` for other windows.
     through: Option<u32>,
     /// Guards of the regions to which the window is bound or may be bound. There are several only
-    /// after binds of a type 1 window without a known result.
+    /// for a type 1 window with binds whose result is unknown.
     regions: SmallVec<[WindowGuard; 1]>,
 }
 
@@ -109,8 +109,8 @@ impl Window {
         self.set_key(self.known.key);
     }
 
-    /// Sets the key of a type 2 window, here and in its `ibv_mw`. A driver leaves the key in the
-    /// `ibv_mw` to the caller of `ibv_post_send(3)`.
+    /// Sets the key of a type 2 window, here and in its `ibv_mw`. A driver does not change the
+    /// `ibv_mw` when the provider posts a bind or invalidation by `ibv_post_send(3)`.
     fn set_key(&mut self, key: u32) {
         self.key = key;
         if !self.mw.is_null() {
@@ -147,8 +147,8 @@ pub(super) struct Windows {
 
 /// The queue pair that binds type 1 windows.
 ///
-/// After a failed bind the provider opens a new queue pair. The completion of the failed bind may
-/// arrive later, and the provider would mistake it for the completion of the next bind.
+/// After a failed bind the provider opens a new queue pair. In the old one the completion of the
+/// failed bind may still arrive, and would be taken for the completion of the next bind.
 #[derive(Debug)]
 struct Binder {
     pair: QueuePair,

@@ -38,8 +38,8 @@ impl StagedRegion {
         Self { pieces, closed: AtomicBool::new(false) }
     }
 
-    /// Splits `left` bytes from `address` on where a piece ends. Each run is a piece, an offset in
-    /// the piece, and a length. Returns `None` if the region does not contain all of the bytes.
+    /// Returns the pieces that hold the `left` bytes from `address` on, each with the offset and
+    /// length of these bytes in the piece. Returns `None` if the region lacks some of the bytes.
     pub(super) fn runs(
         &self,
         mut address: Address,

@@ -80,8 +80,8 @@ pub(super) fn with_chunk<T>(
 #[derive(Clone, Copy, Debug)]
 struct LocalPart {
     len: u64,
-    /// The segment that the NIC accesses directly; `None` for staged memory, of which each chunk
-    /// moves its part through staging buffers.
+    /// The segment that the NIC accesses directly; `None` for staged memory, which chunks move
+    /// through staging buffers.
     plain: Option<LocalSegment>,
 }
 
@@ -89,7 +89,7 @@ struct LocalPart {
 #[derive(Debug, Default)]
 pub(super) struct Lists {
     near: Vec<LocalPart>,
-    /// The parts of the request in staged memory.
+    /// The parts of the request's local memory that are staged.
     pub(super) runs: Vec<Run<Arc<StagedRange>>>,
     /// The staged regions that the request names.
     pub(super) regions: Vec<Arc<StagedRegion>>,

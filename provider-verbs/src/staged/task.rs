@@ -167,7 +167,7 @@ impl Task {
     }
 }
 
-/// Splits the local list of a request into runs of staged memory and segments of other memory.
+/// Splits a request's local memory into parts of staged memory and segments of other memory.
 ///
 /// # Errors
 /// - The errors of [`Regions::local`](crate::region::Regions::local).

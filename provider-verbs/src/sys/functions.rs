@@ -89,8 +89,8 @@ functions! {
         close_device: ibv_close_device@"IBVERBS_1.1"(context: *mut Context) -> c_int;
         query_device: ibv_query_device@"IBVERBS_1.1"
             (context: *mut Context, attr: *mut DeviceAttr) -> c_int;
-        /// Properties of a port. This symbol version fills in only the attributes that all library
-        /// versions have.
+        /// Queries the properties of a port. This version of the symbol fills in only the
+        /// attributes that all versions of the library have.
         query_port: ibv_query_port@"IBVERBS_1.1"
             (context: *mut Context, port: u8, attr: *mut PortAttr) -> c_int;
         query_gid: ibv_query_gid@"IBVERBS_1.1"
@@ -226,7 +226,8 @@ impl Functions {
     }
 }
 
-/// Returns the address of a symbol in exactly this version (`dlvsym`), or null.
+/// Returns the address of a symbol in exactly this version (`dlvsym`). The address is null if the
+/// library lacks the symbol. Returns `None` if a name contains a NUL byte.
 #[cfg(target_env = "gnu")]
 fn versioned(handle: *mut c_void, symbol: &str, version: &str) -> Option<*const ()> {
     let symbol = CString::new(symbol).ok()?;
@@ -236,8 +237,8 @@ fn versioned(handle: *mut c_void, symbol: &str, version: &str) -> Option<*const 
     Some(address.cast_const().cast())
 }
 
-/// Returns the address of a symbol in its default version (`dlsym`), or null. Only glibc has symbol
-/// versions.
+/// Returns the address of a symbol (`dlsym`), without its version: only glibc has symbol versions.
+/// The address is null if the library lacks the symbol. Returns `None` if a name has a NUL byte.
 #[cfg(not(target_env = "gnu"))]
 fn versioned(handle: *mut c_void, symbol: &str, _version: &str) -> Option<*const ()> {
     let symbol = CString::new(symbol).ok()?;
