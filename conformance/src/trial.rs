@@ -22,12 +22,12 @@ pub(crate) fn skip<T>(reason: impl Into<String>) -> std::result::Result<T, Skipp
     Err(Skipped(reason.into()))
 }
 
-/// The name of a behaviour, the ids of the requirements that the behaviour tests (each after a
-/// space), and the function that tests it on a new iface or provider.
+/// The name of a behaviour, the doc comment that lists the requirements behind it, and the function
+/// that tests it on a new iface or provider.
 pub(crate) type Behaviour<B> = (&'static str, &'static str, fn(&Arc<B>) -> Outcome);
 
 /// Defines the constant `BEHAVIOURS`, a list of behaviours. The doc comment before a name has the
-/// ids of the requirements that the behaviour tests, if any.
+/// ids of the requirements (`docs/requirements.md`) that the behaviour tests, if any.
 macro_rules! behaviours {
     ($backend:ty: $($(#[doc = $doc:literal])* $name:ident,)*) => {
         pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<$backend>] =

@@ -27,89 +27,89 @@ use register::*;
 
 behaviours! {
     dyn Iface:
-    /// HM-01 HM-02
+    /// Requirements HM-01 and HM-02
     query_claims_exactly_the_allocation,
-    /// HM-01 HM-02
+    /// Requirements HM-01 and HM-02
     padding_after_an_odd_length_is_not_claimed,
-    /// HM-02
+    /// Requirement HM-02
     address_of_no_allocation_is_not_claimed,
-    /// HM-01
+    /// Requirement HM-01
     allocation_has_the_length_kind_and_device_asked_for,
-    /// HM-01
+    /// Requirement HM-01
     live_allocations_do_not_overlap,
-    /// HM-05
+    /// Requirement HM-05
     allocation_on_an_unknown_device_is_refused,
-    /// HM-01
+    /// Requirement HM-01
     identities_are_never_reused,
-    /// HM-02
+    /// Requirement HM-02
     address_span_holds_every_allocation,
-    /// HM-01
+    /// Requirement HM-01
     freed_memory_is_no_longer_claimed,
-    /// MR-18
+    /// Requirement MR-18
     second_free_is_refused,
-    /// HM-15
+    /// Requirement HM-15
     freed_memory_can_be_allocated_again,
-    /// HM-15
+    /// Requirement HM-15
     allocating_and_freeing_leaks_no_fd,
-    /// HM-03
+    /// Requirement HM-03
     copy_moves_exactly_the_named_bytes,
-    /// HM-03
+    /// Requirement HM-03
     copies_on_several_threads_are_kept_apart,
-    /// HM-03
+    /// Requirement HM-03
     copy_past_an_allocation_is_refused,
-    /// HM-03
+    /// Requirement HM-03
     copy_into_the_padding_after_an_odd_length_is_refused,
-    /// HM-03 MR-18
+    /// Requirements HM-03 and MR-18
     copy_of_unknown_memory_is_refused,
-    /// HM-03
+    /// Requirement HM-03
     started_copy_moves_exactly_the_named_bytes,
-    /// HM-06
+    /// Requirement HM-06
     dma_buf_has_the_offsets_and_the_length_of_its_range,
-    /// HM-06
+    /// Requirement HM-06
     dma_buf_holds_the_bytes_of_its_range,
-    /// HM-06
+    /// Requirement HM-06
     dma_buf_past_an_allocation_is_refused,
-    /// HM-06
+    /// Requirement HM-06
     dma_buf_of_the_padding_after_an_odd_length_is_refused,
-    /// MR-18
+    /// Requirement MR-18
     dma_buf_of_freed_memory_shows_no_other_memory,
-    /// MR-18
+    /// Requirement MR-18
     dma_buf_of_an_allocation_that_was_freed_is_refused,
-    /// HM-06
+    /// Requirement HM-06
     exporting_dma_bufs_leaks_no_fd,
-    /// HM-07
+    /// Requirement HM-07
     segments_cover_the_range,
-    /// HM-10
+    /// Requirement HM-10
     ipc_handle_opens_the_allocation,
-    /// HM-10
+    /// Requirement HM-10
     malformed_ipc_handle_is_refused,
-    /// HM-15
+    /// Requirement HM-15
     host_memory_is_registered_and_unregistered_once,
-    /// HM-14
+    /// Requirement HM-14
     inbound_flush_succeeds_on_every_device,
-    /// HM-15
+    /// Requirement HM-15
     missing_facet_is_an_unsupported_error,
-    /// MON-07
+    /// Requirement MON-07
     monitor_detects_a_free,
-    /// MON-07
+    /// Requirement MON-07
     subscription_to_a_part_detects_the_free_of_its_allocation,
-    /// MON-07
+    /// Requirement MON-07
     each_subscription_to_an_allocation_is_notified,
-    /// MON-07
+    /// Requirement MON-07
     freed_memory_is_not_claimed_after_its_notification,
-    /// MON-07
+    /// Requirement MON-07
     freed_addresses_are_not_allocated_before_the_notification,
-    /// MON-08
+    /// Requirement MON-08
     monitor_is_silent_after_unsubscribing,
-    /// CACHE-11
+    /// Requirement CACHE-11
     cached_registration_never_moves_bytes_of_freed_memory,
-    /// P2P-06
+    /// Requirement P2P-06
     part_of_an_allocation_is_reached_by_the_default_path,
-    /// P2P-06
+    /// Requirement P2P-06
     part_of_an_allocation_is_reached_by_a_direct_path,
-    /// P2P-06 BNC-03
+    /// Requirements P2P-06 and BNC-03
     part_of_an_allocation_is_reached_by_staged_copies,
-    /// HM-01
+    /// Requirement HM-01
     registration_queries_the_iface_once_per_end,
 }
 

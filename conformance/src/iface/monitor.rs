@@ -162,10 +162,10 @@ impl Reaction for AllocateAtStart {
     }
 }
 
-/// The subscriptions of a behaviour to memory of each kind.
+/// The monitor of an iface, with the results of subscriptions to each kind of memory.
 struct Subscriber {
     monitor: Arc<dyn Monitor>,
-    /// True if the monitor watches a kind of memory.
+    /// True once a subscription has succeeded.
     watched: bool,
     /// The errors for the kinds that the monitor does not watch.
     refusals: Vec<String>,
@@ -194,7 +194,7 @@ impl Subscriber {
         }
     }
 
-    /// Returns `None` if the monitor does not watch this kind of memory.
+    /// Subscribes to a range. Returns `None` if the monitor does not watch this kind of memory.
     fn subscribe(
         &mut self,
         range: AddressRange,
