@@ -6,8 +6,8 @@
 use super::sys::Sge;
 
 /// Splits `len` bytes from address `start` on into parts of at most `max` bytes (0 counts as 1).
-/// Returns the offset and length of each part. A part before the last ends at a multiple of `page`,
-/// a power of two, if the part contains such an address.
+/// Returns the offset and length of each part. Each part but the last ends at a multiple of `page`
+/// (a power of two) if the part contains such an address.
 pub(super) fn seams(start: u64, len: u64, max: u64, page: u64) -> impl Iterator<Item = (u64, u64)> {
     let max = max.max(1);
     let mut offset = 0u64;
