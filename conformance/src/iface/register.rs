@@ -97,8 +97,8 @@ fn registered_by(iface: &Arc<dyn Iface>, policy: P2pPolicy) -> Outcome {
     Ok(())
 }
 
-/// Registers a part of a buffer. Asserts that the policy allows the path, and that a write and a
-/// read by a peer move the right bytes.
+/// Registers a part of a buffer. Asserts that the policy allows the path of the registration, and
+/// that a write and a read by a peer move the right bytes.
 fn moves_bytes(
     domain: &Domain,
     buffer: &DeviceBuffer,
