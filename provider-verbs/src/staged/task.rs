@@ -194,8 +194,8 @@ fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>)
 }
 
 impl Transfer {
-    /// If the transfer uses a closed region, fails the transfer and returns true. None of its copies
-    /// begins after that.
+    /// If the transfer uses a closed region, fails the transfer and returns true. After that none
+    /// of its copies begins.
     pub(super) fn fail_if_closed(&mut self) -> bool {
         let closed = self.lists.regions.iter().any(|region| region.is_closed());
         if closed {
