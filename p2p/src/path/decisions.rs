@@ -29,11 +29,11 @@ struct Class {
     iface: IfaceKind,
     device: Option<DeviceId>,
     kind: AllocationKind,
-    /// The domain's policy. The selector's own setting is the same for the whole table.
+    /// The domain's policy. `disable_p2p` is no part of the key: a selector has one such setting.
     policy: P2pPolicy,
     /// The domain's list of direct paths, without duplicates; `None` for the NIC's own order.
     direct_paths: Option<[Option<DirectPath>; DirectPath::ALL.len()]>,
-    /// The kinds of memory that the NIC can import. They may differ between providers of one name.
+    /// The kinds of memory that the NIC can import. Two providers of one name may differ in them.
     imports: Imports,
 }
 

@@ -26,24 +26,25 @@ pub(super) struct ExportSet<'a> {
     /// The physical segments of each allocation; `None` until they were queried.
     whole_segments: Option<Vec<Vec<Segment>>>,
     sets: Vec<Set>,
-    /// Exports of earlier registrations. `None` to export everything anew.
+    /// Exports of earlier registrations, to be used again; `None` to export everything anew.
     earlier: Option<&'a SharedExports>,
     /// True if several NICs register the same exports. An export that one NIC refuses is then kept
     /// for the other NICs.
     pub(super) shared: bool,
 }
 
-/// A way to divide the ranges of a registration into exports.
+/// A way to divide the ranges of a registration into exports. A *part* is the bytes of a range in
+/// one physical segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Division {
-    /// One dma-buf for each range, or for each of its parts if the driver refuses to export the
-    /// range as one dma-buf. A part is the bytes of the range in one physical segment.
+    /// One dma-buf for each range. If the driver refuses to export a range as one dma-buf, one for
+    /// each part of that range.
     Ranges,
     /// One dma-buf for each part.
     Parts,
-    /// One dma-buf for each part, with the whole physical segment.
+    /// One dma-buf of the whole physical segment, for each part.
     Segments,
-    /// One dma-buf for each range, with its whole allocation.
+    /// One dma-buf of the whole allocation, for each range.
     Allocations,
 }
 
@@ -99,7 +100,7 @@ impl Held {
     }
 }
 
-/// The exports that a NIC registers, one piece for each dma-buf.
+/// The dma-bufs for a NIC to register, as one [`Piece`] each.
 pub(super) struct Exported<'e> {
     pub(super) pieces: Vec<Piece<'e>>,
     pub(super) shape: ExportShape,
@@ -126,7 +127,7 @@ impl<'a> ExportSet<'a> {
         }
     }
 
-    /// Opens the ranges to peer-memory clients.
+    /// Exports the ranges as peer memory. Returns one piece for each range.
     pub(super) fn peer_memory(&self, nic: &Nic) -> Result<Vec<Piece<'a>>, PathRefusal> {
         let iface = self.iface;
         let piece = |(&range, of): (&AddressRange, &Allocation)| {
@@ -153,11 +154,12 @@ impl<'a> ExportSet<'a> {
         self.sets.iter().find(|set| set.mapping == mapping).map(|set| set.division.unit())
     }
 
-    /// Returns true if `division` exports more memory than the ranges. Returns false if the iface
-    /// exports nothing with this mapping, and for whole allocations if a part of them is not mapped
-    /// or cannot be exported.
+    /// Returns true if `division` exports more memory than the ranges. Returns false for a dma-buf
+    /// mapping that the iface does not have, and for whole allocations that contain bytes that are
+    /// not mapped or cannot be exported.
     ///
-    /// An error is a failed query of the segments. Later calls then return false.
+    /// Fails if the query of the physical segments fails. It is not repeated for the allocations:
+    /// later calls then return false.
     pub(super) fn is_larger(
         &mut self,
         mapping: DmaBufMapping,
@@ -207,9 +209,9 @@ impl<'a> ExportSet<'a> {
         *whole.find(|segment| segment.range.contains_range(part.range)).unwrap_or(part)
     }
 
-    /// Returns the exports of all ranges for a NIC to register. Creates them on the first call for
-    /// this mapping and division. The caller must have checked a larger division with
-    /// [`is_larger`](Self::is_larger).
+    /// Returns the dma-bufs of all ranges with `mapping` and `division`, for a NIC to register. The
+    /// first call exports them. For whole segments or allocations, the caller must have called
+    /// [`is_larger`](Self::is_larger) before.
     pub(super) fn pieces(
         &mut self,
         mapping: DmaBufMapping,
@@ -240,8 +242,8 @@ impl<'a> ExportSet<'a> {
         self.sets.iter().position(|set| set.mapping == mapping && set.division == division)
     }
 
-    /// Releases the exports of this mapping and division after a NIC refused them, unless several
-    /// NICs share them. Returns failed releases as attempts.
+    /// Releases the exports with `mapping` and `division`, which a NIC refused, unless several NICs
+    /// share them. Returns failed releases as attempts.
     pub(super) fn refused(&mut self, mapping: DmaBufMapping, division: Division) -> Vec<Attempt> {
         match self.at(mapping, division) {
             Some(at) if !self.shared => {
@@ -252,8 +254,8 @@ impl<'a> ExportSet<'a> {
         }
     }
 
-    /// Stores the exports of this mapping and division for later registrations, after a NIC
-    /// registered them.
+    /// Stores the exports with `mapping` and `division`, which a NIC registered, for later
+    /// registrations.
     pub(super) fn store(&mut self, mapping: DmaBufMapping, division: Division) {
         let (Some(earlier), Some(at)) = (self.earlier, self.at(mapping, division)) else { return };
         let store = |made: Made| match made.export {

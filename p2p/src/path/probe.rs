@@ -36,7 +36,7 @@ pub(super) enum ProbeResult {
     Unknown,
 }
 
-/// Runs `undo`, and runs it once more if it fails. No later code would release the page.
+/// Runs `undo`, and once more if it fails, because no later code releases the probe's page.
 fn retry_once(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
     undo().or_else(|error| {
         tracing::warn!(

@@ -226,7 +226,7 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Tries the direct paths in order, except `tried`. Returns the region of the first path that
-    /// works. Returns `None` if every path was refused, or if every path would refuse the request.
+    /// works. Returns `None` if no path is left, or after an error that every path would give.
     pub(super) fn direct(
         &mut self,
         exports: &mut ExportSet<'_>,
@@ -263,14 +263,14 @@ impl<'a> PathSearch<'a> {
         None
     }
 
-    /// Returns true if the NIC imports staged memory and the domain has transfers. The bytes are
+    /// Returns true if the NIC can import staged memory and the domain has transfers. Bytes are
     /// copied during transfers, so a domain without transfers cannot use staged memory.
     pub(super) fn imports_staged(&self) -> bool {
         self.attr().imports.staged && self.provider.transport().is_some()
     }
 
-    /// Returns true if the NIC imports memory over the path `variant`, and records a refusal
-    /// otherwise.
+    /// Returns true if the NIC can import memory over the path `variant`. If it cannot, records a
+    /// refusal and returns false.
     pub(super) fn imports(&mut self, variant: PathVariant) -> bool {
         let imports = self.attr().imports;
         let (is_imported, what) = match variant {
@@ -432,14 +432,14 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Records that the registration over `variant` succeeded, and returns the decision for this
-    /// path. The decision takes the attempts out of the search.
+    /// path. Moves the attempts of the search into the decision.
     pub(super) fn decision(&mut self, variant: PathVariant, reason: &str) -> Decision {
         let attempts = std::mem::take(&mut self.attempts);
         self.decision_of(variant, reason, self.shape, attempts)
     }
 
-    /// Returns the decision for the path `variant` after `attempts` and a successful registration
-    /// in the given shape.
+    /// Returns the decision for the path `variant`. Its attempts are `attempts` and the successful
+    /// registration of the exports `shape`.
     pub(super) fn decision_of(
         &self,
         variant: PathVariant,
@@ -466,7 +466,7 @@ impl<'a> PathSearch<'a> {
         decision
     }
 
-    /// Returns the name of the memory's iface, for texts.
+    /// Returns the name of the memory's iface, for messages.
     pub(super) fn iface_name(&self) -> IfaceName {
         self.iface.map_or_else(|| self.owner.iface.into(), IfaceName::from)
     }
@@ -527,8 +527,8 @@ pub(super) fn lists(listed: &[DirectPath], path: Path) -> bool {
     listed.iter().any(|listed| PathVariant::from(*listed).path() == path)
 }
 
-/// Marks the refusals of exports in other units than `unit`. The export in `unit` worked, so the
-/// other units were refused only because of their size or place.
+/// Sets the step of refused exports in other units than `unit` to [`Step::ExportUnit`]. The export
+/// in `unit` worked, so the other units were refused only because of their size or place.
 fn note_other_units(refused: &mut [PathRefusal], unit: ExportUnit) {
     for refusal in refused.iter_mut().filter(|refusal| refusal.unit != Some(unit)) {
         if matches!(refusal.step, Step::Export | Step::Register) {

@@ -30,7 +30,7 @@ impl fmt::Display for DmaBufLayout {
     }
 }
 
-/// The exports of a registration: the unit of each, and their number.
+/// The exports of a registration: their unit, and the numbers of segments and dma-bufs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ExportShape {
     pub(super) unit: ExportUnit,
@@ -38,8 +38,8 @@ pub(super) struct ExportShape {
     pub(super) layout: Option<DmaBufLayout>,
 }
 
-/// Returns the end of the description of a call that exports or registers whole units; empty for
-/// exactly the range.
+/// Returns words about the unit of export, with which descriptions of calls end. Empty for a unit
+/// that is exactly the range.
 pub(super) const fn unit_note(unit: ExportUnit) -> &'static str {
     match unit {
         ExportUnit::Range => "",
@@ -112,12 +112,12 @@ pub(super) struct PathRefusal {
     /// The memory that was exported or was to be exported; `None` for a path without dma-bufs, and
     /// for a dma-buf of the application.
     pub(super) unit: Option<ExportUnit>,
-    /// True if the refusal concerns only the buffer of this registration, because of the buffer's
-    /// segments. The driver was not asked to export the refused part.
+    /// True if the buffer's physical segments are the reason for the refusal, so that other buffers
+    /// may be accepted. The driver was not asked to export these segments.
     pub(super) only_this_buffer: bool,
-    /// Earlier refusals on this path. Other exports of the same memory were then tried.
+    /// Earlier refusals on this path, of other exports of the same memory.
     pub(super) before: Vec<PathRefusal>,
-    /// Failed releases of exports after the refusal.
+    /// Failed releases of the exports that this refusal made useless.
     pub(super) also: Vec<Attempt>,
 }
 

@@ -28,7 +28,7 @@ use super::{
 /// Maximum number of chunks in flight. The staging pool does not limit chunks that need no buffer.
 const MOST: usize = 64;
 
-/// Consecutive bytes of a message that lie in one piece of staged memory.
+/// Consecutive bytes of a message that lie in one range of staged memory.
 #[derive(Debug)]
 pub struct Run<M> {
     /// Offset of the run's first byte in the message.
@@ -132,8 +132,8 @@ impl Chunk {
         }
     }
 
-    /// Starts the copies between the chunk's buffers and those of its bytes that lie in `runs`. A
-    /// chunk that is filling copies from the runs, any other chunk copies to them. If `blocking` is
+    /// Starts the copies of the chunk's bytes that lie in `runs`: from there into the staging
+    /// buffers while the chunk is filling, and from the buffers to `runs` later. If `blocking` is
     /// true, each copy has ended when the function returns.
     fn start_copies(
         &mut self,
@@ -197,7 +197,7 @@ pub struct Pipeline<M> {
     claim: Claim,
     /// Buffers for the next chunk that [`Pipeline::block`] has waited for.
     granted: Option<Slots>,
-    /// The number of bytes in chunks that were removed.
+    /// The number of bytes in chunks that were removed from `chunks`.
     moved: u64,
     /// The first failure.
     failure: Option<(FailedStep, Error)>,
@@ -275,8 +275,8 @@ impl<M> Pipeline<M> {
         self.failure.is_some() || self.begun == self.plan.len
     }
 
-    /// Sets the purpose for which later buffers are taken from the pool. A transfer that waits for
-    /// buffers for another purpose loses its place in the queue.
+    /// Sets the purpose for which later buffers are taken from the pool. If the purpose changes
+    /// while the transfer waits for buffers, the transfer loses its place in the queue.
     pub fn set_purpose(&mut self, purpose: Use) {
         if self.purpose != purpose {
             self.purpose = purpose;

@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::memory;
 
-/// Purpose for which staging buffers are taken. [`Pool::share`] limits the buffers of each.
+/// Purpose for which staging buffers are taken. Each has a limit of buffers ([`Pool::share`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// A chunk of a transfer that no peer can delay, such as RMA.
@@ -131,10 +131,10 @@ impl Pool {
         Some(Slots { pool: Arc::clone(self), purpose, list: state.free.split_off(rest) })
     }
 
-    /// Returns true if a claim can have `want` buffers. There must be so many free buffers besides
-    /// those for all earlier claims in the queue, and the share of `purpose` must allow them. An
-    /// earlier claim that must wait for the share of another purpose does not count. `number` is
-    /// the number of the claim in the queue; `None` before the claim joins the queue.
+    /// Returns true if a claim may take `want` buffers now: with all earlier claims of the queue
+    /// served, that many buffers remain free, and the share of `purpose` allows them. An earlier
+    /// claim that must wait for the share of another purpose does not count. `number` is the
+    /// claim's number in the queue; `None` before the claim joins the queue.
     fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
         let (mut free, mut held) = (state.free.len(), state.held);
         for waiting in &state.waiting {

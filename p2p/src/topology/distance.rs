@@ -162,8 +162,8 @@ impl Topology {
     /// Returns the distance class of two functions, and true if the class is a guess because a NUMA
     /// node is not known.
     ///
-    /// `meeting` is the lowest bridge above both functions. `up` and `down` are the bridges between
-    /// that bridge, or the host bridge, and each function.
+    /// `meeting` is the lowest bridge above both functions, if there is one. `up` and `down` are
+    /// the bridges from there, or else from the host bridge, down to `a` and to `b`.
     fn classify(
         &self,
         a: &PciDevice,

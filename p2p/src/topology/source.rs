@@ -260,7 +260,7 @@ fn check_folder(root: &Path, folder: &Path, live: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the location of a file in the folder `root`, after [`check_folder`] of its folder.
+/// Returns the location of the file at `path` below `root`. Calls [`check_folder`] for its folder.
 fn below(root: &Path, path: &str, live: bool) -> io::Result<PathBuf> {
     let file = root.join(path);
     check_folder(root, file.parent().unwrap_or(root), live)?;
