@@ -66,8 +66,8 @@ struct RememberedPath {
     nic: Nic,
     /// `None` if no decision is stored: before the first one, or after its path was refused.
     decided: Option<Decided>,
-    /// The number of registrations that succeeded after a path was refused. Refusals because of the
-    /// segments of a buffer do not count.
+    /// The number of registrations that succeeded over another path after a refusal. Refusals
+    /// because of the segments of a buffer do not count.
     refused: u32,
 }
 
@@ -104,8 +104,8 @@ impl DecisionTable {
     /// Counts a registration that succeeded after a refusal. Returns true if the caller must now
     /// probe with an ordinary page: at the first, second, fourth and eighth count, and so on.
     ///
-    /// An unusual buffer that is registered again and again thus costs few probes. A device and NIC
-    /// that stop working together are still noticed.
+    /// An unusual buffer that is registered again and again thus costs few probes. The probes still
+    /// notice a device and NIC that no longer work together.
     pub(super) fn count_refused(&self, key: &Key<'_>) -> bool {
         self.change(key, |entry| {
             entry.refused = entry.refused.wrapping_add(1);

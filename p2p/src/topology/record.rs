@@ -226,10 +226,8 @@ mod tests {
             cases: 512, failure_persistence: None, ..ProptestConfig::default()
         })]
 
-        /// REL-03
-        ///
-        /// A recording in which a file was altered, removed or replaced by a link gives a topology
-        /// or an error. That topology can be recorded and read again.
+        /// REL-03: a recording in which a file was altered, removed or replaced by a link gives a
+        /// topology or an error. That topology can be recorded and read again.
         #[test]
         fn tree_with_altered_files_does_not_panic(
             changes in prop::collection::vec((any::<prop::sample::Index>(), entry()), 1..6),

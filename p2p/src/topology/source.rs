@@ -58,7 +58,7 @@ impl Source {
     }
 
     /// Reads and parses an optional file. Returns `None` if the file does not exist or is not
-    /// readable. A malformed file has the result of [`parsed_or_skipped`](Self::parsed_or_skipped).
+    /// readable, and the result of [`parsed_or_skipped`](Self::parsed_or_skipped) otherwise.
     pub(super) fn parsed<T>(
         &self,
         path: &str,
