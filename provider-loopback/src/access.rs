@@ -40,8 +40,8 @@ enum LocalHold {
 }
 
 impl LocalSide {
-    /// Takes guards of the regions that `parts` name. `table` is that of the endpoint's NIC. Memory
-    /// without a region needs no right.
+    /// Takes guards of the regions that `parts` name. `table` is the region table of the endpoint's
+    /// NIC. A part that lies in no region needs no right.
     ///
     /// # Errors
     /// - NoRegion: a region is closed.
@@ -102,8 +102,8 @@ struct RemoteHold {
 }
 
 impl RemoteSide {
-    /// Takes guards of the regions and windows that the keys of `parts` name. `table` is that of
-    /// the target's NIC, and is unlocked when the call returns.
+    /// Takes guards of the regions and windows that the keys of `parts` name. Unlocks `table`, the
+    /// region table of the target's NIC.
     ///
     /// # Errors
     /// - InvalidKey: a key names no region or window of the target's domain.
@@ -305,7 +305,7 @@ fn no_access(why: &'static str, remedy: &'static str) -> Error {
 }
 
 /// Copies bytes between memory of `initiator` and memory of `target`, and returns their number.
-/// `own` is the list, `from` or `to`, that is memory of `initiator`.
+/// `own` is `from` if that is memory of `initiator`, and `to` otherwise.
 ///
 /// The copy goes through staging buffers if either list contains staged memory. The buffers are
 /// those of the initiator's domain if `own` contains staged memory, and those of the target's

@@ -7,7 +7,7 @@ use hmem_core::{
 
 use super::Faults;
 
-/// The choice of the pages that a host region uses after its addresses were mapped anew.
+/// The choice of the pages that a host region uses after the application mapped its addresses anew.
 ///
 /// The choice does not affect memory that stays mapped until the region is closed
 /// ([`Backing::Host`](hmem_core::provider::Backing::Host) with `owned`).
@@ -23,8 +23,8 @@ pub enum RemapPolicy {
     /// addresses, transfers still move the bytes of the old pages, until a refresh of the region.
     ///
     /// - Opening a domain fails with Unavailable if the process cannot use io_uring.
-    /// - Registration fails unless every page is mapped and writable. With MMU_NOTIFY, pages that
-    ///   are not present need not be.
+    /// - Registration fails unless every page is mapped and writable. With MMU_NOTIFY, this applies
+    ///   only to the pages that are present.
     /// - The kernel may refuse to pin pages of files other than memfds and hugetlbfs files.
     Pinned,
 }

@@ -34,8 +34,8 @@ pub(super) struct EndpointState {
     fabric: Arc<Fabric>,
     endpoints: Arc<DomainEndpoints>,
     pub(super) auth_key: AuthKey,
-    /// True if the endpoint has the RMA_EVENT capability. Peers may then access regions with
-    /// counters through it.
+    /// True if the endpoint has the RMA_EVENT capability. Peers may access regions with counters
+    /// only through such an endpoint.
     pub(super) rma_event: bool,
     /// The maximum number of requests in `posted`.
     depth: usize,

@@ -208,10 +208,10 @@ impl Inbox {
         Some((receive, message))
     }
 
-    /// Chooses the destination of a message of `len` bytes, and removes a posted receive that it
-    /// chooses. The caller holds the delivery lock.
+    /// Chooses the destination of a message of `len` bytes. If that is a posted receive, removes it
+    /// from the inbox. The caller holds the delivery lock.
     ///
-    /// If the inbox is full, it later wakes the domain of `sender`, when a retry may succeed.
+    /// A full inbox wakes the domain of `sender` later, when a retry may succeed.
     pub(super) fn find_destination(
         &self,
         from: u64,

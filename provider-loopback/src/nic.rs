@@ -78,15 +78,15 @@ impl Nic {
     }
 }
 
-/// A registration that counts toward the limits of its NIC. The value is dropped if the
-/// registration fails, which subtracts the registration from the counts again.
+/// A registration that counts toward the limits of its NIC. Dropping the value, as after a failed
+/// registration, subtracts the registration from the counts again.
 pub(super) struct Reservation<'a> {
     nic: &'a Nic,
     bytes: u64,
 }
 
 impl Reservation<'_> {
-    /// Lets the registration count until [`Nic::release`].
+    /// Consumes the value, so that the registration counts until [`Nic::release`].
     pub(super) fn keep(self) {
         std::mem::forget(self);
     }

@@ -216,8 +216,8 @@ impl Builder {
         self
     }
 
-    /// Sets the pages that host regions use after their addresses were mapped anew. Default:
-    /// [`RemapPolicy::Follow`].
+    /// Sets the pages that host regions use after the application mapped their addresses anew.
+    /// Default: [`RemapPolicy::Follow`].
     pub fn remap_policy(mut self, policy: RemapPolicy) -> Self {
         self.config.remap_policy = policy;
         self

@@ -81,8 +81,8 @@ impl Deref for RegionGuard {
 #[derive(Debug)]
 pub(super) struct RefreshGuard {
     root: ArcRwLockWriteGuard<RawRwLock, Region>,
-    /// The guard of the refreshed sub-region, or `None` if the region itself was registered with
-    /// the pages.
+    /// The guard of the refreshed sub-region of `root`; `None` if the refreshed region is `root`
+    /// itself.
     part: Option<ReadGuard>,
 }
 
@@ -301,7 +301,7 @@ impl Regions {
         Ok((token, key))
     }
 
-    /// Removes a region. Returns the number of its registered bytes, or its parent.
+    /// Removes a region. Returns its number of bytes, or the parent if it is a sub-region.
     ///
     /// The key becomes invalid at once. When the method returns, no transfer uses the region, and
     /// its memory is released.

@@ -75,7 +75,7 @@ impl DomainState {
     ///
     /// # Errors
     /// BadFlags: the region is persistent and has memory of a device, and transfers may not call
-    /// drivers. The region would flush the device after each write.
+    /// drivers. A driver would have to flush the device after each write.
     fn new_region(
         &self,
         request: &Registration<'_>,
@@ -165,13 +165,13 @@ impl DomainState {
         Ok(PieceMemory::Pinned(Arc::new(Pinned::new(runs))))
     }
 
-    /// Adds a region to the table, and keeps its reservation. The mode decides whether the
-    /// application or the NIC chooses its key. A key of 4 bytes that the NIC chooses is the
-    /// region's index in the table with a tag.
+    /// Adds a region to the table, and keeps its reservation. The domain's mode decides whether the
+    /// application or the NIC chooses the region's key. A key of 4 bytes that the NIC chooses is
+    /// the region's index in the table with a tag.
     ///
     /// # Errors
-    /// - NoKey: a region of the domain has the requested key, or the keys of a window have its
-    ///   prefix.
+    /// - NoKey: a region of the domain has the requested key, or the keys of a window differ from
+    ///   it only in their 8-bit tag.
     /// - KeyRejected: the requested key is longer than the NIC's keys.
     /// - OutOfResources: the table is full.
     fn insert(

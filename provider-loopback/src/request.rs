@@ -17,7 +17,7 @@ pub(super) type Work = OwnedRequest<LocalPart, RemotePart>;
 /// The operation of a posted request.
 pub(super) type Task = OwnedOperation<LocalPart, RemotePart>;
 
-/// Returns the window that an operation binds or invalidates, if any, with that event.
+/// Returns a bind or invalidation as its window and event; `None` for any other operation.
 pub(super) const fn window_event(task: &Task) -> Option<(ProviderWindow, WindowEvent)> {
     match task {
         Task::BindWindow { window, bind, .. } if bind.len == 0 => {

@@ -49,8 +49,8 @@ pub(super) struct Windows {
     /// The number that identifies the domain on its NIC.
     domain: u32,
     keys: Arc<DomainKeys>,
-    /// True if prefixes are indices of the region table, reserved for windows: with keys of 4 bytes
-    /// that the NIC chooses.
+    /// True if the NIC chooses keys of 4 bytes. The prefix of a window's key is then an index that
+    /// the window has reserved in the region table.
     prefixes_are_indices: bool,
     index: RwLock<Index>,
     /// The number of windows in the index. While it is 0, a registration needs no lock of the
@@ -81,7 +81,7 @@ struct State {
     /// `None` while the window is not bound.
     binding: Option<Arc<RwLock<Binding>>>,
     /// Bindings that were removed from the window, and that transfers may still use. The next
-    /// removal of a binding takes those out that have ended.
+    /// removal of a binding also drops the ended bindings from this list.
     ending: Endings,
     /// True once the window was deallocated.
     freed: bool,
@@ -307,8 +307,8 @@ impl Windows {
         found.ok_or_else(|| refuse(WindowRule::Allocated, operation))
     }
 
-    /// Returns a random prefix that no region or window of the domain has: a key without its 8-bit
-    /// tag. Makes no system call.
+    /// Returns a random prefix (a key without its 8-bit tag) that no key of a region or window of
+    /// the domain has. Makes no system call.
     fn random_prefix(&self, index: &Index) -> u64 {
         loop {
             let prefix = self.keys.draw() >> 8;
@@ -577,7 +577,7 @@ impl Windows {
     }
 
     /// Ends the bindings to a region that were removed from their windows when an endpoint closed.
-    /// Waits for the transfers that use them. Returns false if there are none.
+    /// Waits for the transfers that use them. Returns false if there are no such bindings.
     pub(super) fn end_bindings_to(&self, region: Token) -> Result<bool> {
         let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
         let is_to = |binding: &Arc<RwLock<Binding>>| {

@@ -204,8 +204,8 @@ impl Mapping {
     }
 }
 
-/// A guard of a CPU access to a mapping that may be of a dma-buf. Dropping the guard announces the
-/// end of the access.
+/// A guard of a CPU access to a mapped file, which may be a dma-buf. Dropping the guard announces
+/// the end of the access.
 pub(in super::super) struct DmaBufAccess<'a> {
     mapping: &'a Mapping,
     write: bool,
@@ -234,7 +234,8 @@ impl Drop for DmaBufAccess<'_> {
     }
 }
 
-/// A file that could shrink. The argument `at` of its methods is an offset in the file.
+/// A file that could shrink, so the NIC accesses it by `pread` and `pwrite`. The argument `at` of
+/// its methods is an offset in the file.
 #[derive(Debug)]
 struct FileMemory {
     file: File,

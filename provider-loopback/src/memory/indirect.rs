@@ -75,7 +75,7 @@ impl IndirectMemory for DeviceMemory {
     }
 }
 
-/// Creates the memory of a staged piece of a region. `iface` has the memory at the addresses of
+/// Creates the memory of a staged piece of a region. `iface` owns the memory at the addresses of
 /// `range`.
 pub(in super::super) fn staged(
     iface: &Arc<dyn Iface>,

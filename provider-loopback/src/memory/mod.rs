@@ -72,9 +72,9 @@ impl PieceMemory {
 /// Contiguous bytes of one kind of memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Span<'a> {
-    /// Bytes that are mapped while the span is in use. The memory or the mapping lives as long as
-    /// the region, and the user of the span holds a guard of the region. Buffers of the NIC are
-    /// direct too.
+    /// Bytes that stay mapped while the span is in use: in a buffer of the NIC, or in memory or a
+    /// mapped file that lives as long as its region. The user of the span then holds a guard of the
+    /// region.
     Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
     /// Addresses that may be unmapped, so the kernel copies their bytes.
     Kernel { at: u64, len: u64 },

@@ -39,7 +39,7 @@ const RAISE_MEMLOCK: &str = "raise the locked-memory limit (`ulimit -l unlimited
 /// The pinner of a domain's host memory.
 pub(in super::super) struct Pinner {
     process: ProcessMark,
-    /// The io_urings. Buffers are pinned by the last one.
+    /// The io_urings. The last one pins new buffers.
     rings: Mutex<Vec<Arc<Ring>>>,
 }
 
