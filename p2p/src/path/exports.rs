@@ -158,8 +158,8 @@ impl<'a> ExportSet<'a> {
     /// mapping that the iface does not have, and for whole allocations that contain bytes that are
     /// not mapped or cannot be exported.
     ///
-    /// Fails if the query of the physical segments fails. It is not repeated for the allocations:
-    /// later calls then return false.
+    /// Fails if a query of physical segments fails. After a failed query for an allocation, later
+    /// calls return false.
     pub(super) fn is_larger(
         &mut self,
         mapping: DmaBufMapping,
