@@ -192,8 +192,8 @@ unsafe impl Driver for Runtime {
         Ok((0..self.cores).map(device).collect())
     }
 
-    /// Returns true if the runtime allocates a page, which this method frees again, or has no
-    /// memory left. No call of the runtime reports whether `nrt_init` was called.
+    /// Returns true if the runtime is started. No call of the runtime reports that, so this method
+    /// allocates a page and frees it. A refusal for lack of memory also shows a started runtime.
     fn is_active(&self, device: DeviceId) -> Result<bool> {
         match self.new_tensor(device, PAGE) {
             Ok(tensor) => {

@@ -28,7 +28,7 @@ hmem_iface_kit::builder! {
     /// Builder of [`Neuron`], which can load another library or use functions that the caller
     /// provides.
     pub struct Builder {
-        /// True if the iface may call `nrt_init`, or `None` if the environment decides.
+        /// True if the iface may call `nrt_init`. `None` unless `start_runtime` was called.
         start_runtime: Option<bool>,
     }
     functions: Functions,
@@ -49,8 +49,8 @@ impl Builder {
     /// Loads the library and counts the NeuronCores. Does not start the runtime.
     ///
     /// # Errors
-    /// - InvalidArgument if `HMEM_NEURON_START_RUNTIME` is not a boolean, unless the
-    ///   builder decides.
+    /// - InvalidArgument if `HMEM_NEURON_START_RUNTIME` is not a boolean, unless
+    ///   [`start_runtime`](Self::start_runtime) was called.
     /// - Unavailable if the library, a required symbol or a NeuronCore is absent.
     ///   The error names the library, and the runtime's code if there is one.
     pub fn open(self) -> Result<Neuron> {

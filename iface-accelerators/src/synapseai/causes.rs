@@ -5,7 +5,7 @@ use hmem_core::{
     cause::{Answer, RefusalCause, Step},
 };
 
-/// `EINVAL`, which the kernel driver returns for a range outside the mapping of device memory.
+/// `EINVAL`, which the kernel driver returns for a range outside the mapped device memory.
 const EINVAL: i32 = 22;
 
 /// Causes of refusals by the Gaudi drivers, in addition to the general causes.

@@ -26,7 +26,7 @@ pub(crate) struct Staging {
     lane: Mutex<Lane>,
 }
 
-/// The page-locked buffer and the stream of copies. The first copy creates both.
+/// The page-locked buffer and the stream for copies. A copy creates each of them that is `None`.
 #[derive(Debug, Default)]
 struct Lane {
     buffer: Option<*mut c_void>,
@@ -79,7 +79,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies `len` bytes, which must fit into the buffer.
+    /// Copies `len` bytes to or from `device` through the buffer, into which they must fit.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`Staging::copy`] for the `len` bytes that

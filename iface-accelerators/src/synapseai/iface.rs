@@ -39,7 +39,7 @@ hmem_iface_kit::builder! {
         hlthunk: Option<PathBuf>,
         /// Functions to use instead of libhl-thunk.
         hlthunk_functions: Option<hlthunk::Functions>,
-        /// True if the iface may acquire a device, or `None` if the environment decides.
+        /// True if the iface may acquire a device. `None` unless `start_runtime` was called.
         start_runtime: Option<bool>,
     }
     functions: synapse::Functions,
@@ -85,7 +85,7 @@ impl Builder {
     ///
     /// # Errors
     /// - InvalidArgument if `HMEM_SYNAPSEAI_START_RUNTIME` is not a boolean, unless
-    ///   the builder decides.
+    ///   [`start_runtime`](Self::start_runtime) was called.
     /// - Unavailable if libSynapse, a required symbol or a device is absent, or
     ///   SynapseAI does not start. The error names the library, and the runtime's code if there is
     ///   one.
