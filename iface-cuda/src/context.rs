@@ -81,7 +81,8 @@ impl Drop for PrimaryContextGuard<'_> {
     }
 }
 
-/// The context in which a call of this crate works.
+/// Context for driver calls: a primary context that the iface retains, or a context of the
+/// application.
 #[derive(Debug)]
 #[must_use = "dropping it may let the driver destroy the context"]
 pub(crate) struct WorkContext<'a> {
@@ -98,13 +99,14 @@ impl<'a> WorkContext<'a> {
         Self { functions, context, guard: None }
     }
 
-    /// Returns the device if the context is the device's primary context.
+    /// Returns the device of a primary context that the iface retains. Returns `None` for a context
+    /// of the application.
     pub(crate) fn primary_of(&self) -> Option<DeviceId> {
         self.guard.as_ref().map(|guard| guard.device)
     }
 
-    /// Keeps a primary context retained until the iface closes, since memory or a stream remains in
-    /// it.
+    /// Keeps a primary context retained until the iface closes, for memory or a stream that remains
+    /// in it. Does nothing for a context of the application.
     pub(crate) fn keep(&self) {
         if let Some(guard) = &self.guard
             && let Some(primary) = &mut *guard.contexts.lock(guard.device)
@@ -174,8 +176,8 @@ impl<'a> WorkContext<'a> {
     /// only logged.
     ///
     /// # Errors
-    /// The error of `result`, or of a refused release. After a refusal the context stays retained
-    /// until its next use ends or the iface closes.
+    /// The error of `result`, or of a refused release. A context whose release was refused stays
+    /// retained until its next use ends or the iface closes.
     pub(crate) fn end<T>(mut self, result: Result<T>) -> Result<T> {
         let value = result?;
         self.guard.as_mut().map_or(Ok(()), PrimaryContextGuard::release).map(|()| value)
@@ -253,7 +255,7 @@ impl PrimaryContexts {
         Ok(guard.context)
     }
 
-    /// Returns true if the context is the device's primary context, which stays retained until the
+    /// Returns true if `context` is the primary context of `device`, and stays retained until the
     /// iface closes.
     pub(crate) fn keeps(&self, context: CuContext, device: DeviceId) -> bool {
         let retained = self.retained.get(device.0 as usize);
@@ -323,11 +325,11 @@ impl PrimaryContexts {
         }
     }
 
-    /// Returns the context in which to page-lock host memory. Afterwards every context knows the
-    /// memory.
+    /// Returns the context in which to page-lock host memory. The memory then counts as page-locked
+    /// in every context, until the returned context is destroyed.
     ///
-    /// Destroying that context ends the page-locking, and a primary context can be retained. So
-    /// this method returns the first of these that exists:
+    /// The iface can keep only a primary context alive, by retaining it. So this method returns the
+    /// first of these that exists:
     ///
     /// - the active primary context of the thread's device;
     /// - the active primary context of any device;
@@ -413,8 +415,8 @@ impl PrimaryContexts {
     /// remove the context from [`PrimaryContexts::retained`].
     ///
     /// The hooks do not notify of this release if the iface has no allocation of the device. The
-    /// release then frees no registered memory: other parts of the process that have memory there
-    /// retain the context too, and the hooks notify of their releases.
+    /// release then frees no registered memory: other code with memory in the context has retained
+    /// the context too, and the hooks notify when that code releases it.
     fn drop_reference(&self, device: DeviceId) -> Result<()> {
         const CALL: &str = "cuDevicePrimaryCtxRelease_v2";
         let handle = self.driver.device(CALL, device)?.handle;

@@ -53,8 +53,8 @@ struct CopyContext {
     device: DeviceId,
     /// True if this is the device's primary context, in which streams and events are kept.
     primary: bool,
-    /// True if this is the application's context that is current on the thread, for memory without
-    /// a context. The application may destroy this context and keep the memory.
+    /// True for a copy of memory without a context, if the copy runs in the thread's current
+    /// context. The application may destroy that context and keep the memory.
     borrowed: bool,
 }
 
@@ -148,8 +148,8 @@ impl CopyStreams {
         work_first(run(stream), destroy_stream(self.functions(), stream))
     }
 
-    /// Waits for a copy that may have begun although its start failed. Otherwise the caller might
-    /// free the memory too early. Releases the stream and the event even if the wait fails.
+    /// Waits for a copy that may have begun although its start failed, since the caller may free
+    /// the memory afterwards. Releases the stream and the event even if the wait fails.
     fn abandon(&self, at: CopyContext, stream: CuStream, event: CuEvent) -> Result<()> {
         let ended = synchronize(self.functions(), stream);
         let ended = work_first(ended, self.leave_event(at, event));

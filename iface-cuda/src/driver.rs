@@ -53,7 +53,7 @@ pub(crate) struct DeviceEntry {
 }
 
 impl Driver {
-    /// Lists the devices. The caller must have initialised the driver.
+    /// Queries the driver for its devices. The caller must have called `cuInit`.
     pub(crate) fn new(functions: Functions) -> Result<Self> {
         let mut count: c_int = 0;
         // SAFETY: `count` is writable.

@@ -33,8 +33,9 @@ pub(crate) struct Exporter {
     pub(crate) segments: Segments,
     /// Records the contexts of exported memory, for later flushes of the NICs' writes.
     pub(crate) flusher: Arc<InboundFlusher>,
-    /// Subscriptions of the iface's monitors, if a cache hit compares the mappings of VMM memory.
-    /// `None` if cache hits rely on hooks.
+    /// Subscriptions to notify when VMM memory is exported to a peer-memory client, so that its
+    /// registration is not cached: a hit could not detect that the driver ended the pinning. `None`
+    /// if hits rely on hooks, which detect it.
     pub(crate) by_mappings: Option<Arc<FreeSubscriptions>>,
 }
 
@@ -198,12 +199,12 @@ impl Exporter {
         Ok(())
     }
 
-    /// Returns the allocation `of`, which contains a range, with its context.
+    /// Returns the allocation `of` with its context, if a range of `of` can be exported.
     ///
     /// # Errors
     /// - ZeroLength for an empty range.
     /// - OutOfBounds for a range that is not in the allocation, and for an allocation whose context
-    ///   may be destroyed.
+    ///   may have been destroyed.
     /// - Unsupported for managed and host memory, which cannot be exported as device memory.
     /// - Otherwise the error of the lookup.
     fn exportable(
@@ -239,12 +240,13 @@ impl Exporter {
     /// memory may return before its end, and a NIC would read old bytes. The caller must make the
     /// memory's context current.
     ///
-    /// Returns true if the memory cannot have the attribute. The caller then sets it on contexts:
+    /// Returns true if the memory cannot have the attribute, and the caller must set it on contexts
+    /// instead. The driver then returns one of these codes:
     ///
-    /// - the driver returns NOT_SUPPORTED: for VMM memory, and for memory of `cuMemAlloc` that a
-    ///   layer above the driver makes from VMM memory;
-    /// - the driver returns INVALID_VALUE for a kind without the attribute. For other kinds that
-    ///   code is an error: the memory was freed.
+    /// - NOT_SUPPORTED, for VMM memory, and for memory of `cuMemAlloc` that a layer above the
+    ///   driver makes from VMM memory;
+    /// - INVALID_VALUE, for VMM, stream-ordered and imported memory. For other memory, this code
+    ///   means that the memory was freed, and is an error.
     fn synchronise_memory(&self, found: &FoundAllocation, range: AddressRange) -> Result<bool> {
         let on: std::ffi::c_uint = 1;
         // SAFETY: the value is an unsigned int, which is the type of this attribute.

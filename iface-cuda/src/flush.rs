@@ -25,7 +25,7 @@ use crate::{
     sys::{self, CuContext},
 };
 
-/// Number of witnesses above which those in freed memory are first removed.
+/// First and lowest value of [`ExportedMemory::limit`].
 const FIRST_PURGE: usize = 64;
 
 /// Flushes writes of NICs to device memory, so that the device sees them.
@@ -40,13 +40,13 @@ pub(crate) struct InboundFlusher {
 #[derive(Debug)]
 struct ExportedMemory {
     contexts: Vec<WitnessedContext>,
-    /// Number of witnesses above which those in freed memory are removed: twice the number that the
-    /// last removal left, and at least [`FIRST_PURGE`].
+    /// Number of witnesses above which [`Self::purge`] removes those of freed memory, and sets the
+    /// limit to twice the remaining number.
     limit: usize,
 }
 
-/// A context and its witnesses: the identities of its exported memory, by address. The context is
-/// null for memory without a context.
+/// A context with its witnesses: the identities of exported memory, by address. The context exists
+/// while memory of a witness is allocated. It is null for memory without a context.
 #[derive(Debug)]
 struct WitnessedContext {
     context: CuContext,
@@ -72,7 +72,7 @@ impl ExportedMemory {
         self.contexts.iter().map(|noted| noted.witnesses.len()).sum()
     }
 
-    /// Removes the entries of memory that `is_dead` reports as freed, and contexts without entries.
+    /// Removes the witnesses of freed memory (`is_dead`), and contexts without witnesses.
     fn purge(&mut self, mut is_dead: impl FnMut(Address, AllocationId, CuContext) -> bool) {
         self.contexts.retain_mut(|WitnessedContext { context, witnesses }| {
             witnesses.retain(|address, id| !is_dead(Address(*address), *id, *context));

@@ -56,7 +56,7 @@ hmem_core::function_table! {
         lacks_symbol: REMEDY,
     }
     required {
-        /// Returns null without the kernel module.
+        /// Returns a pointer for the other calls, or null (0) if the kernel module is absent.
         open: gdr_open() -> usize;
         close: gdr_close(usize) -> c_int;
         pin_buffer: gdr_pin_buffer(usize, c_ulong, usize, u64, u32, *mut GdrHandle) -> c_int;
@@ -71,8 +71,8 @@ hmem_core::function_table! {
     optional {}
 }
 
-/// Converts the code of a call to a result. The code is 0 or an errno. `gdr_open` alone returns no
-/// code.
+/// Converts the code of a call, which is 0 or an errno, to a result. Every function except
+/// `gdr_open` returns such a code.
 fn check(code: c_int, operation: &'static str) -> Result<()> {
     if code == 0 {
         Ok(())

@@ -59,7 +59,7 @@ hmem_iface_kit::builder! {
     /// Builder of [`Cuda`]. The builder can load another library, or use functions that the caller
     /// passes.
     pub struct Builder {
-        /// Method that detects frees, or `None` if the environment decides.
+        /// Method that detects frees. `None` unless `monitor` was called.
         monitor: Option<CudaMonitorKind>,
     }
     functions: Functions,
@@ -70,7 +70,7 @@ hmem_iface_kit::open!(Cuda, Builder, Functions);
 
 impl Builder {
     /// Selects the method that detects frees of cached CUDA memory. Overrides `HMEM_CUDA_MONITOR`.
-    /// Without both, the method is [`CudaMonitorKind::Auto`].
+    /// Without this call and the variable, the method is [`CudaMonitorKind::Auto`].
     pub fn monitor(mut self, kind: CudaMonitorKind) -> Self {
         self.monitor = Some(kind);
         self

@@ -34,8 +34,8 @@ const ATTRIBUTES: [CuPointerAttribute; 9] = [
     sys::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
 ];
 
-/// Flag in [`PointerLookup::known`]: the number is a guess, since the driver has answered no query
-/// with values yet.
+/// Flag in [`PointerLookup::known`]: the number is not confirmed, since no query has returned
+/// values yet.
 const UNSEEN: u32 = 1 << 31;
 
 /// Looks up allocations by address.
@@ -113,7 +113,7 @@ impl HostKinds {
 pub(crate) enum Liveness {
     Alive,
     Dead,
-    /// The driver answers only in a context, and accepts none of the thread or the process.
+    /// The driver answers only in a context, and the lookup found no context that it accepts.
     Unknown,
 }
 
@@ -244,8 +244,8 @@ impl PointerLookup {
         result
     }
 
-    /// Makes calls about memory that the application mapped by hand. If the driver needs a context
-    /// and this thread has none, repeats the calls in each existing primary context.
+    /// Makes driver calls about VMM memory. If the driver needs a context and this thread has none,
+    /// repeats the calls in each existing primary context.
     pub(crate) fn in_any_context<T>(&self, calls: impl Fn() -> Result<T>) -> Result<T> {
         let codes =
             [CuResult::CUDA_ERROR_INVALID_CONTEXT, CuResult::CUDA_ERROR_CONTEXT_IS_DESTROYED];
@@ -357,9 +357,9 @@ impl PointerLookup {
         Ok(Some(FoundAllocation { allocation, context }))
     }
 
-    /// Returns true if the memory at an address is VMM memory: `cuda.h` on
-    /// `cuMemRetainAllocationHandle`, "If the address requested is not mapped, the function will
-    /// fail", mapped meaning `cuMemMap`.
+    /// Returns true if the memory at an address is VMM memory, and so has a handle. `cuda.h` on
+    /// `cuMemRetainAllocationHandle`: "If the address requested is not mapped, the function will
+    /// fail". Only `cuMemMap` maps an address in this sense.
     ///
     /// Returns true if the driver lacks the call, because handling any memory as VMM memory is
     /// correct: the iface exports VMM memory one mapping at a time, and caches a registration only
@@ -412,12 +412,12 @@ impl PointerLookup {
     }
 
     /// Returns an allocation that [`Self::find`] returned before, with its context. Returns `None`
-    /// if the context may be destroyed, and the allocation with it.
+    /// if the context may have been destroyed, and the allocation with it.
     ///
     /// The context is the token of `of`, which the caller may have set to any number. A destroyed
     /// context must not be passed to the driver. So this method accepts a context that is null,
-    /// retained by the iface or current on this thread. It accepts any other context only if the
-    /// driver returns it as the context of the memory.
+    /// retained by the iface or current on this thread. Any other context is accepted only if the
+    /// driver returns that context for the memory.
     pub(crate) fn if_live(
         &self,
         of: &Allocation,
@@ -474,7 +474,7 @@ impl PointerLookup {
     }
 
     /// Returns an attribute of the memory at an address. Returns `None` if the driver does not know
-    /// the attribute, or needs a context and finds none.
+    /// the attribute or the address, or needs a context and none exists.
     pub(crate) fn attribute(
         &self,
         address: Address,

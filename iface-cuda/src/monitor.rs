@@ -203,7 +203,7 @@ struct Watch {
 
 impl CudaMonitor {
     /// Subscribes the invalidator to the hooked frees. A failure is an error only if hits rely on
-    /// the hooks. Otherwise identities detect the frees.
+    /// the hooks. Otherwise this method returns `None`, and identities detect the frees.
     fn hook(&self, invalidator: Arc<dyn Invalidator>) -> Result<Option<Subscription>> {
         let Some(hooks) = &self.hooks else { return Ok(None) };
         match hooks.subscribe(invalidator) {

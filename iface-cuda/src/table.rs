@@ -26,8 +26,8 @@ pub(crate) struct AllocationTable {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PageLockedRange {
     pub(crate) range: AddressRange,
-    /// Device, if the range was page-locked in the primary context of that device. `None` for a
-    /// context of the application.
+    /// Device in whose primary context the range was page-locked. `None` for a context of the
+    /// application.
     pub(crate) device: Option<DeviceId>,
 }
 
@@ -42,17 +42,17 @@ pub(crate) struct OwnedAllocation {
 /// Origin of an allocation, which determines the call that releases it.
 #[derive(Clone, Debug)]
 pub(crate) enum CudaOrigin {
-    /// The iface called `cuMemAlloc` or `cuMemAllocManaged`.
+    /// The iface allocated the memory with `cuMemAlloc` or `cuMemAllocManaged`.
     Memory,
-    /// The iface called `cuMemHostAlloc`.
+    /// The iface allocated the memory with `cuMemHostAlloc`.
     Host,
-    /// The iface called `cuMemAllocAsync`.
+    /// The iface allocated the memory with `cuMemAllocAsync`.
     Pool,
     /// The iface reserved `size` bytes (`cuMemAddressReserve`), created `handle` (`cuMemCreate`)
     /// and mapped it (`cuMemMap`). `left` lists the objects that are not released yet.
     Virtual { size: usize, handle: CuMemHandle, left: VmmObjects },
-    /// The iface called `cuIpcOpenMemHandle`. `opened` is the number of opens that no thread closes
-    /// yet. `closing` is the number of opens that a thread is closing.
+    /// The iface opened the memory with `cuIpcOpenMemHandle`. `opened` is the number of opens that
+    /// no thread has begun to close. `closing` is the number of opens that a thread is closing.
     Imported { opened: u64, closing: u64 },
 }
 

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicI32, Ordering};
 /// than necessary.
 static CALLERS: [AtomicI32; 16] = [const { AtomicI32::new(0) }; 16];
 
-/// Runs a call of this crate that frees no memory. Hooks that the call reaches notify no
-/// subscriber.
+/// Runs a driver call of this crate that frees no registered memory. Hooks that the call reaches
+/// notify no subscriber.
 pub(crate) fn without_notifying<T>(call: impl FnOnce() -> T) -> T {
     let me = this_thread();
     let free = |place: &&AtomicI32| {

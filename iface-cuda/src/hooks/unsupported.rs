@@ -50,7 +50,7 @@ impl FreeHooks {
     }
 }
 
-/// Runs a call. This target has no hooks, so no subscriber is notified of the call.
+/// Runs a driver call. This target has no hooks, so no subscriber is notified of the call.
 pub(crate) fn without_notifying<T>(call: impl FnOnce() -> T) -> T {
     call()
 }

@@ -7,14 +7,14 @@ use super::Functions;
 /// The first six integer arguments of a call. No hooked function has more arguments.
 pub(crate) type Args = [usize; 6];
 
-/// The meaning of a function's arguments: the memory that a call frees.
+/// The way in which a function's arguments tell which memory a call frees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Frees {
     /// The allocation that the first argument points to. The driver ignores a null pointer.
     Pointed,
     /// Like [`Self::Pointed`], for a pointer of 32 bits.
     PointedLow,
-    /// The memory from an address, the first argument, over a length, the second.
+    /// The range that begins at the first argument. The second argument is its length.
     Range,
     /// Possibly all memory of the driver, since the arguments do not tell which part is freed.
     Anything,
@@ -26,7 +26,7 @@ pub(crate) enum Freed {
     Nothing,
     /// The allocation at this address.
     Allocation(u64),
-    /// The memory from this address over this length.
+    /// The range that begins at this address and has this length.
     Range(u64, u64),
     /// Possibly all memory of the driver.
     Anything,
