@@ -86,7 +86,7 @@ impl IfaceErrors {
     ///
     /// # Errors
     /// - ZeroLength for a length of 0.
-    /// - Unsupported for [`AllocationKind::Imported`], and if there is a reason `unsupported`.
+    /// - Unsupported for [`AllocationKind::Imported`], and if `unsupported` is not `None`.
     /// - Otherwise the error of `allocate`.
     ///
     /// Each error names the device, kind and length of the request.

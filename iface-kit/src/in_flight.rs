@@ -12,7 +12,7 @@ pub trait DeviceCopy: fmt::Debug + Send {
     /// Returns true if the device has ended the copy. A copy that failed counts as ended.
     fn has_ended(&self) -> bool;
 
-    /// Waits for the end of the copy, and returns or destroys the driver's objects.
+    /// Waits for the end of the copy, and destroys or keeps the driver's objects.
     ///
     /// # Errors
     /// The error of the copy, or else of the objects' release.

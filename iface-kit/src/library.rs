@@ -1,7 +1,7 @@
 //! Values of a vendor's library: opaque handles and C strings.
 
 /// Declares types for the handles of a vendor's library, which are opaque pointers in C. A value is
-/// a number, so that every thread may hold the handle. No code here dereferences it.
+/// a number that is never dereferenced, so every thread may hold the handle.
 ///
 /// # Examples
 /// ```
@@ -33,7 +33,7 @@ macro_rules! handles {
     )+};
 }
 
-/// Converts the C string in a buffer to a `String`. Without a NUL, the string fills the buffer.
+/// Converts the C string in a buffer to a `String`. Without a NUL, converts the whole buffer.
 pub fn text(buffer: &[u8]) -> String {
     let end = buffer.iter().position(|byte| *byte == 0).unwrap_or(buffer.len());
     String::from_utf8_lossy(&buffer[..end]).into_owned()

@@ -62,7 +62,7 @@ impl<M> Owned<M> {
         self.entries.lock()
     }
 
-    /// Adds an allocation. Also puts one back that the driver refused to release.
+    /// Adds an allocation, or puts back an allocation that the driver refused to release.
     pub fn insert(&self, allocation: &Allocation, imported: bool, memory: M) {
         let Allocation { id, range, .. } = *allocation;
         self.entries().insert(range.start().0, OwnedMemory { id, range, imported, memory });
@@ -100,8 +100,8 @@ impl<M> Owned<M> {
     /// for `free`.
     ///
     /// # Errors
-    /// InvalidArgument if the allocation is not in the table, or if the iface must release it by
-    /// the other one of the two calls.
+    /// InvalidArgument if the allocation is not in the table, or if `imported` differs from its
+    /// [`OwnedMemory::imported`].
     pub fn take(
         &self,
         operation: &'static str,
@@ -143,7 +143,7 @@ pub fn not_live(iface: IfaceKind, operation: &'static str, allocation: &Allocati
 }
 
 /// Returns the remedy for memory that was passed to the wrong call: to `ipc_close` if `imported` is
-/// true, and to `free` otherwise.
+/// true, and to `free` if it is false.
 #[must_use]
 pub fn other_call(imported: bool) -> &'static str {
     if imported {

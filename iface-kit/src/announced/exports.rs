@@ -17,13 +17,13 @@ use std::{
 #[derive(Debug, Default)]
 pub(crate) struct Exports {
     kept: Vec<OwnedFd>,
-    /// Number of kept descriptors at which `keep` next closes those of dma-bufs without other
-    /// users: twice the number that the last check left.
+    /// Number of kept descriptors at which [`Self::keep`] closes those that are no longer needed,
+    /// and sets the limit to twice the remaining number.
     limit: usize,
 }
 
 impl Exports {
-    /// Keeps a descriptor of a dma-buf that has other users. Closes the descriptor otherwise.
+    /// Keeps `fd` if its dma-buf has other users, and closes `fd` otherwise.
     pub(crate) fn keep(&mut self, fd: OwnedFd, others_use: impl Fn(BorrowedFd<'_>) -> bool) {
         if !others_use(fd.as_fd()) {
             return;

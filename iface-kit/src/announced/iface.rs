@@ -117,9 +117,9 @@ impl<D: Driver> Announced<D> {
     /// Closes the iface, and releases the resources that its driver keeps for copies.
     ///
     /// # Errors
-    /// - [`ErrorKind::Busy`] while memory is allocated or announced, or while a dma-buf of freed
-    ///   memory is in use.
-    /// - [`ErrorKind::Busy`] if the driver refused to free memory that such a dma-buf delayed.
+    /// - [`ErrorKind::Busy`] while memory is allocated or announced.
+    /// - [`ErrorKind::Busy`] while a dma-buf of freed memory is in use, or if the driver refused to
+    ///   free the memory after that use.
     /// - [`ErrorKind::BadState`] in a forked child.
     /// - Otherwise the error that the driver reported.
     ///

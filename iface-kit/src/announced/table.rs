@@ -191,7 +191,7 @@ impl<H: Copy> Table<H> {
     }
 
     /// Stores a dma-buf in the entry of its allocation, if the iface allocated the memory. Returns
-    /// false if the allocation was freed or withdrawn in the meantime.
+    /// false if the allocation was freed or withdrawn since [`Self::locate`] returned `of`.
     #[must_use]
     pub(crate) fn keep_export(
         &self,
