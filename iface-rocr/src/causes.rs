@@ -6,7 +6,7 @@ use hmem_core::{
     iface::DmaBufMapping,
 };
 
-/// Returns true if the options of the kernel are known, and it lacks one that exports need.
+/// Returns true if the options of the kernel are known, and the kernel lacks one that exports need.
 fn lacks_options(facts: &Facts) -> bool {
     ["DMABUF_MOVE_NOTIFY", "PCI_P2PDMA"].iter().any(|name| facts.has_option(name) == Some(false))
 }

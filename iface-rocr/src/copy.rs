@@ -34,7 +34,7 @@ const CHUNK: u64 = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct Copier(Arc<CopyBuffers>);
 
-/// Driver objects that copies use again.
+/// Buffers that later copies use again, and signals that are still to be destroyed.
 #[derive(Debug)]
 struct CopyBuffers {
     lookup: Arc<Lookup>,
@@ -110,8 +110,8 @@ impl Copier {
             .map_err(|error| copy.described(error))
     }
 
-    /// Starts a copy. Returns `None` if the copy has ended. Only the last part of a copy through
-    /// buffers is in flight on return.
+    /// Starts a copy. Returns `None` if the copy has ended. A copy through buffers consists of
+    /// parts of [`CHUNK`] bytes: this method waits for all parts except the last.
     ///
     /// # Safety
     /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`] until the copy has
@@ -221,9 +221,9 @@ impl Copier {
 }
 
 impl CopyBuffers {
-    /// Starts one part of a copy with at least one side on a device. If a device cannot access the
-    /// other side, the part must fit into a buffer. A copy between two devices has two steps; this
-    /// method waits for the end of the first one.
+    /// Starts a copy with at least one side on a device. If a device cannot access the other side,
+    /// the copy must fit into a buffer. A copy between two devices has two steps: this method waits
+    /// for the end of the first step, and starts the second.
     fn begin(
         self: &Arc<Self>,
         copy: CopyRange,

@@ -48,7 +48,7 @@ pub(crate) fn lacks_symbol(operation: &'static str, symbol: &'static str) -> Err
     ROCR.lacks(operation, "the library lacks the function").context("symbol", symbol)
 }
 
-/// Like [`check`], for calls that export memory: some errors have a remedy.
+/// Like [`check`], for calls that export memory. Adds a remedy to some errors.
 pub(crate) fn refused(code: HsaStatus, call: &'static str) -> Result<()> {
     check(code, call).map_err(|error| match code {
         HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT => {

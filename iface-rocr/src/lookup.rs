@@ -123,8 +123,8 @@ impl Lookup {
     /// type of the address.
     ///
     /// # Errors
-    /// Unsupported for any other memory. For VMM memory of the application, the runtime returns the
-    /// queried address or the start of the reservation as the first address.
+    /// Unsupported for any other memory. The runtime does not report the first address of VMM
+    /// memory of the application: it returns the queried address, or the start of the reservation.
     fn own_virtual(&self, address: Address, kind: u32) -> Result<Allocation> {
         if let Some((allocation, RocrOrigin::Virtual { .. })) = self.table.own_around(address) {
             return Ok(allocation);

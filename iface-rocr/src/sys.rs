@@ -246,7 +246,7 @@ constants! {
     HSA_ACCESS_PERMISSION_RW: u32 = 3;
     MEMORY_TYPE_PINNED: u32 = 1;
     HSA_AMD_DMABUF_MAPPING_TYPE_NONE: u64 = 0;
-    /// Mapping by which other devices reach the memory over PCIe. Since ROCm 7.
+    /// Dma-buf mapping by which other devices reach the memory over PCIe. Since ROCm 7.
     HSA_AMD_DMABUF_MAPPING_TYPE_PCIE: u64 = 1;
 }
 

@@ -59,13 +59,13 @@ struct KnownMemory {
 pub(crate) enum RocrOrigin {
     /// The application allocated the memory and frees it.
     Foreign,
-    /// The iface called `hsa_amd_memory_pool_allocate`.
+    /// The iface allocated the memory with `hsa_amd_memory_pool_allocate`.
     Pool,
     /// The iface reserved `size` bytes (`hsa_amd_vmem_address_reserve`), created `handle`
     /// (`hsa_amd_vmem_handle_create`) and mapped it (`hsa_amd_vmem_map`). `left` lists the objects
     /// that are not released yet.
     Virtual { size: usize, handle: VmemHandle, left: VmmObjects },
-    /// The iface called `hsa_amd_ipc_memory_attach`.
+    /// The iface opened the memory with `hsa_amd_ipc_memory_attach`.
     Imported,
 }
 
@@ -176,8 +176,8 @@ impl AllocationTable {
     /// entry and notifies its subscribers.
     ///
     /// # Errors
-    /// InvalidArgument if the allocation does not belong to this iface, or if another call releases
-    /// this kind of memory (`free` or `ipc_close`).
+    /// InvalidArgument if the allocation does not belong to this iface, or was passed to the wrong
+    /// call: to `ipc_close` (`imported` is true) or to `free`.
     pub(crate) fn take(
         &self,
         operation: &'static str,
