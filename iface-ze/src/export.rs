@@ -42,7 +42,7 @@ pub(crate) struct Exporter {
 
 const OPERATION: &str = Facet::DmaBuf.operation();
 
-/// Lock that a thread holds from an export until the fd is returned to the driver. A driver may
+/// Lock that a thread holds from an export until the fd is returned to the driver. Some drivers
 /// have one fd for each allocation, which all ifaces of the process share. Two threads must not
 /// pass the handle of one fd to `zeMemPutIpcHandle` at the same time.
 static EXPORTING: Mutex<()> = Mutex::new(());
@@ -75,10 +75,10 @@ impl DmaBufExporter for Exporter {
 }
 
 impl Exporter {
-    /// Returns the allocation that contains a range. It must have the identity of `of`.
+    /// Returns the allocation that contains a range, if it has the identity of `of`.
     ///
     /// # Errors
-    /// - OutOfBounds for a range that is not in one allocation.
+    /// - OutOfBounds for a range that is not in one allocation, or is now in another one than `of`.
     /// - Unsupported for shared and host memory, which cannot be exported as device memory.
     /// - Otherwise the error of the lookup.
     fn exportable(&self, range: AddressRange, of: &Allocation) -> Result<FoundAllocation<'_>> {
@@ -159,7 +159,7 @@ impl Exporter {
 }
 
 /// An fd that the driver returned for an export, after the check that the fd is a dma-buf. The
-/// driver owns the fd. A driver that opens an fd for each export leaves the fd to this process.
+/// driver owns the fd. If the driver opens an fd for each export, this process owns the fd instead.
 struct Exported {
     fd: c_int,
     /// Identity of the exported allocation, which the driver assigns.

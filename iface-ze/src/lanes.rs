@@ -31,7 +31,7 @@ pub(crate) struct Lanes {
     spare: Mutex<Vec<Lane>>,
 }
 
-/// Driver objects for one copy at a time.
+/// Driver objects and a host buffer for one copy at a time.
 #[derive(Debug)]
 pub(crate) struct Lane {
     device: DeviceHandle,
@@ -40,7 +40,7 @@ pub(crate) struct Lane {
     list: CommandListHandle,
     pool: EventPoolHandle,
     pub(crate) event: EventHandle,
-    /// First address of the buffer, or 0 if the lane has none.
+    /// First address of the buffer, or 0 while the buffer is not allocated.
     pub(crate) buffer: u64,
     /// True from the start of a copy until [`Lanes::finish`] has waited for its end.
     busy: bool,

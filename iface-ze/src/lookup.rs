@@ -163,8 +163,8 @@ impl Lookup {
     }
 
     /// Returns true if the driver took a range from a pool. The bytes before or after the range
-    /// then have the allocation number of the range. Intel's driver uses pools for small
-    /// allocations that were not requested to be exportable.
+    /// then have the number `id` too. Intel's driver uses pools for small allocations that were not
+    /// requested to be exportable.
     fn is_pooled(&self, context: ContextHandle, range: AddressRange, id: u64) -> Result<bool> {
         for next in [range.start().0.checked_add(range.len()), range.start().0.checked_sub(1)] {
             let Some(next) = next.filter(|next| *next != 0) else { continue };
