@@ -41,7 +41,8 @@ pub(crate) struct Exporter {
 
 impl DmaBufExporter for Exporter {
     /// Returns both dma-buf mappings if at least one device exports dma-bufs. No attribute states
-    /// whether a device supports the PCIe mapping. A device without it refuses the export.
+    /// whether a device supports the PCIe mapping. A device without that support refuses the
+    /// export.
     fn mappings(&self) -> &'static [DmaBufMapping] {
         if self.lookup().driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
             &[DmaBufMapping::Default, DmaBufMapping::Pcie]
@@ -355,7 +356,7 @@ fn no_dma_buf() -> Error {
 
 /// Returns the error for a refused export. A driver without the PCIe mapping returns INVALID_VALUE
 /// if the driver does not know the flag, and NOT_SUPPORTED otherwise. The driver returns the same
-/// codes for memory that it exports under no mapping.
+/// codes for memory that it cannot export by any mapping.
 fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     const CALL: &str = "cuMemGetHandleForAddressRange";
     let lacking =

@@ -130,11 +130,11 @@ impl AllocationTable {
 
     /// Begins a close: moves one open from `opened` to `closing`, so that two threads never close
     /// the same open. The entry stays until the driver has closed the last open. Returns the
-    /// device, and true if no other open is left to close.
+    /// device, and true if `opened` is now 0.
     ///
     /// # Errors
-    /// InvalidArgument if the allocation is not in the table, is not imported, or has no open that
-    /// is left to close.
+    /// InvalidArgument if the allocation is not in the table or is not imported, or if `opened` is
+    /// 0.
     pub(crate) fn begin_close(&self, allocation: &Allocation) -> Result<(DeviceId, bool)> {
         const OPERATION: &str = "ipc_close";
         let refused = || not_live(IfaceKind::CUDA, OPERATION, allocation);

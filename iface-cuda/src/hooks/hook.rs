@@ -69,8 +69,8 @@ static QUERY_FUNCTION: AtomicUsize = AtomicUsize::new(0);
 /// memory at this address.
 static PROBE: u8 = 0;
 
-/// Returns the entry of `function` in [`ORIGINALS`]. The patch plan writes the entry before the
-/// function is patched.
+/// Returns the element of `function` in [`ORIGINALS`]. The plan of the patches writes the element
+/// before the function is patched.
 pub(super) fn original_of(function: Function) -> &'static AtomicUsize {
     &ORIGINALS[function as usize]
 }
@@ -109,8 +109,8 @@ unsafe extern "C" fn hook<const FUNCTION: usize>(
     unsafe { hooked(const { Function::ALL[FUNCTION] }, [a, b, c, d, e, f]) }
 }
 
-/// Makes a probe call of a patched entry: the hook counts the call and does not pass it on. Returns
-/// true if the hook was reached.
+/// Calls the patched function at `entry` as a probe: its hook counts the call and does not pass it
+/// on. Returns true if the call reached the hook.
 ///
 /// # Safety
 /// The patch of the entry must be in place.
