@@ -158,8 +158,8 @@ impl<D: Driver> Announced<D> {
         Err(Self::ERRORS.unknown_device(operation, device, count as usize))
     }
 
-    /// Frees the memory of an entry that was removed from the table. While a dma-buf of the memory
-    /// is in use, the memory moves to `lingering` instead.
+    /// Frees the memory of an entry that was removed from the table. If a dma-buf of the memory is
+    /// in use, moves the entry to `lingering` instead.
     ///
     /// # Errors
     /// The error that the driver reported, with the entry. The memory is still allocated.
