@@ -150,7 +150,7 @@ impl Driver {
     /// the call.
     ///
     /// # Errors
-    /// BadState if the iface was closed; otherwise the result of the call.
+    /// BadState if the iface was closed. Otherwise the error of the function.
     pub(crate) fn with_context<T>(
         &self,
         driver: usize,
