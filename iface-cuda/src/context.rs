@@ -81,8 +81,7 @@ impl Drop for PrimaryContextGuard<'_> {
     }
 }
 
-/// Context for driver calls: a primary context that the iface retains, or a context of the
-/// application.
+/// Context for driver calls: a retained primary context, or a context of the application.
 #[derive(Debug)]
 #[must_use = "dropping it may let the driver destroy the context"]
 pub(crate) struct WorkContext<'a> {
@@ -99,8 +98,7 @@ impl<'a> WorkContext<'a> {
         Self { functions, context, guard: None }
     }
 
-    /// Returns the device of a primary context that the iface retains. Returns `None` for a context
-    /// of the application.
+    /// Returns the device of a retained primary context, or `None` for any other context.
     pub(crate) fn primary_of(&self) -> Option<DeviceId> {
         self.guard.as_ref().map(|guard| guard.device)
     }

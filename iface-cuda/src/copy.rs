@@ -298,7 +298,7 @@ impl Copier {
     }
 }
 
-/// Combines the result of a copy with the result of releasing its stream or event. If both failed,
+/// Combines the results of a copy and of the release of its stream or event. If both failed,
 /// returns the error of the copy and logs the error of the release.
 fn work_first<T>(work: Result<T>, released: Result<()>) -> Result<T> {
     match work {

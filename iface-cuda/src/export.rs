@@ -33,16 +33,15 @@ pub(crate) struct Exporter {
     pub(crate) segments: Segments,
     /// Records the contexts of exported memory, for later flushes of the NICs' writes.
     pub(crate) flusher: Arc<InboundFlusher>,
-    /// Subscriptions to notify when VMM memory is exported to a peer-memory client, so that its
-    /// registration is not cached: a hit could not detect that the driver ended the pinning. `None`
-    /// if hits rely on hooks, which detect it.
+    /// Subscriptions to notify of peer-memory exports of VMM memory. Registrations of such exports
+    /// must not be cached, since a hit could not detect that the driver ended the pinning. `None`
+    /// if hits rely on hooks.
     pub(crate) by_mappings: Option<Arc<FreeSubscriptions>>,
 }
 
 impl DmaBufExporter for Exporter {
     /// Returns both dma-buf mappings if at least one device exports dma-bufs. No attribute states
-    /// whether a device supports the PCIe mapping. A device without that support refuses the
-    /// export.
+    /// whether a device supports the PCIe mapping: a device without it refuses the export.
     fn mappings(&self) -> &'static [DmaBufMapping] {
         if self.lookup().driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
             &[DmaBufMapping::Default, DmaBufMapping::Pcie]
@@ -241,8 +240,8 @@ impl Exporter {
     /// memory may return before its end, and a NIC would read old bytes. The caller must make the
     /// memory's context current.
     ///
-    /// Returns true if the memory cannot have the attribute, and the caller must set it on contexts
-    /// instead. The driver then returns one of these codes:
+    /// Returns true if the memory cannot have the attribute: the caller must set it on contexts.
+    /// The driver then returned one of these codes:
     ///
     /// - NOT_SUPPORTED, for VMM memory, and for memory of `cuMemAlloc` that a layer above the
     ///   driver makes from VMM memory;
