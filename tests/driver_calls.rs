@@ -21,7 +21,7 @@ use hmem::{
 
 const LEN: u64 = 4096;
 const DMA_BUF: Imports =
-    Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: false };
+    Imports { dma_buf: true, pcie_mapping_first: Some(false), peer_memory: false, staged: false };
 
 struct Fixture {
     hmem: Hmem,

@@ -393,7 +393,7 @@ mod driver_lookups {
         let imports = Imports {
             dma_buf: path == Path::DmaBuf,
             peer_memory: path == Path::PeerMemory,
-            pcie_mapping_first: false,
+            pcie_mapping_first: Some(false),
             staged: false,
         };
         let nics = Loopback::builder().nic("loop0").imports(imports).build().expect("a fabric");

@@ -27,7 +27,12 @@ const VENDORS: [IfaceKind; 4] =
     [IfaceKind::ROCR, IfaceKind::ZE, IfaceKind::NEURON, IfaceKind::SYNAPSEAI];
 
 fn open(vendor: &Vendor, pcie_mapping_first: bool) -> Wire {
-    let imports = Imports { dma_buf: true, pcie_mapping_first, peer_memory: false, staged: true };
+    let imports = Imports {
+        dma_buf: true,
+        pcie_mapping_first: Some(pcie_mapping_first),
+        peer_memory: false,
+        staged: true,
+    };
     let nic = Loopback::builder()
         .imports(imports)
         .remap_policy(RemapPolicy::Pinned)

@@ -84,11 +84,28 @@ pub struct RefusalContext<'a> {
     pub error: &'a Error,
 }
 
+/// A coherent link between a device and the CPU, as a NIC sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CoherentLink {
+    /// NVLink-C2C. A NIC can reach the device's memory through the CPU and this link (the default
+    /// mapping of a dma-buf), or through the device's BAR (the PCIe mapping).
+    C2c {
+        /// True if a PCIe switch or root port is above both the NIC and the device. Only such a
+        /// NIC reaches the BAR.
+        shares_switch: bool,
+    },
+    /// The device has no memory of its own and uses the CPU's. NICs reach only memory that was
+    /// allocated as host memory.
+    Integrated,
+}
+
 /// Facts about a machine. An optional fact is `None` if it is unknown. The two sets of device nodes
 /// are empty if no such node is known.
 ///
-/// The facts never choose a path, because a path search tries every path. They only distinguish
-/// causes that lead to the same error.
+/// The facts never choose a path, because a path search tries every path. They distinguish causes
+/// that lead to the same error. [`Facts::coherent_link`] also decides which mapping of a dma-buf is
+/// tried first.
 ///
 /// ```
 /// use hmem_core::cause::Facts;
@@ -124,6 +141,11 @@ pub struct Facts {
     pub acs_redirects: Option<bool>,
     /// The size of the device's largest BAR in bytes; `None` if unknown.
     pub bar: Option<u64>,
+    /// The coherent link between the device and the CPU; `None` if no such link is known.
+    pub coherent_link: Option<CoherentLink>,
+    /// NUMA nodes that have memory and no processors: memory of GPUs or CXL devices that the kernel
+    /// uses as host memory.
+    pub memory_only_nodes: BTreeSet<u32>,
     /// The folder that [`Facts::text`] reads from (`/`, or a recording of it); `None` to read
     /// nothing.
     pub root: Option<PathBuf>,

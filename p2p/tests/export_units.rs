@@ -29,7 +29,8 @@ use path_support::{
 
 /// Length of a segment in bytes.
 const STEP: u64 = 4 * PAGE;
-const IMPORTS: Imports = Imports { pcie_mapping_first: false, peer_memory: false, ..ALL_IMPORTS };
+const IMPORTS: Imports =
+    Imports { pcie_mapping_first: Some(false), peer_memory: false, ..ALL_IMPORTS };
 const EINVAL: c_int = 22;
 
 struct World {

@@ -27,7 +27,7 @@ struct PathSetup {
 
 const DIRECT: &[P2pPolicy] = &[P2pPolicy::Enabled, P2pPolicy::Preferred, P2pPolicy::Required];
 const COPIES: &[P2pPolicy] = &[P2pPolicy::Enabled, P2pPolicy::Preferred];
-const DEFAULT: Imports = Imports { pcie_mapping_first: false, ..ALL_IMPORTS };
+const DEFAULT: Imports = Imports { pcie_mapping_first: Some(false), ..ALL_IMPORTS };
 
 fn blocked(device: SimulatedBuilder) -> SimulatedBuilder {
     device.p2p(P2pMatrix::none_reachable())

@@ -13,7 +13,7 @@ use std::{
 use hmem_core::{
     AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind,
     IfaceKind, MrMode, Path, Registry,
-    cause::{Answer, RefusalCause, RefusalContext, Step},
+    cause::{Answer, CoherentLink, RefusalCause, RefusalContext, Step},
     iface::{AllocRequest, DmaBufMapping},
     path::Trace,
     provider::{Imports, Nic},
@@ -59,11 +59,11 @@ struct Scene {
     size: u64,
 }
 
-const DEFAULT_FIRST: Imports = Imports { pcie_mapping_first: false, ..ALL_IMPORTS };
+const DEFAULT_FIRST: Imports = Imports { pcie_mapping_first: Some(false), ..ALL_IMPORTS };
 const PEER_ONLY: Imports = Imports { dma_buf: false, ..DEFAULT_FIRST };
 const NO_PEER: Imports = Imports { peer_memory: false, ..DEFAULT_FIRST };
 const NOTHING: Imports =
-    Imports { dma_buf: false, pcie_mapping_first: false, peer_memory: false, staged: false };
+    Imports { dma_buf: false, pcie_mapping_first: Some(false), peer_memory: false, staged: false };
 
 impl Scene {
     fn of(iface: IfaceKind) -> Self {
@@ -214,6 +214,14 @@ fn scenes() -> Vec<(&'static str, Scene)> {
     let plug_in = |iface_breaks| Scene { iface_breaks, ..Scene::of(IfaceKind::FIRST_PLUG_IN) };
     let host = |nic_answers| Scene { kind: AllocationKind::Host, ..nic(nic_answers) };
     let kernel = |major, minor| Facts { kernel: Some((major, minor)), ..Facts::default() };
+    let linked = |link| Facts {
+        coherent_link: Some(link),
+        iommu_translates: Some(true),
+        ..Facts::default()
+    };
+    let c2c = |shares_switch| linked(CoherentLink::C2c { shares_switch });
+    let integrated = linked(CoherentLink::Integrated);
+    let memory_only = Facts { memory_only_nodes: [1].into(), ..Facts::default() };
     let cannot_reach: fn(&mut Vendor) = |vendor| {
         vendor.dma_buf = out_of_reach;
         vendor.peer_memory = out_of_reach;
@@ -382,6 +390,15 @@ fn scenes() -> Vec<(&'static str, Scene)> {
                 ..broken(cannot_reach)
             },
         ),
+        ("c2c-pcie-mapping", Scene { imports: ALL_IMPORTS, facts: c2c(false), ..nic(&[524]) }),
+        ("c2c-default-mapping", Scene { facts: c2c(true), ..nic(&[524]) }),
+        ("c2c-default-mapping", Scene { facts: c2c(false), ..nic(&[121]) }),
+        (
+            "integrated-device",
+            Scene { facts: integrated.clone(), ..broken(|vendor| vendor.dma_buf = not_supported) },
+        ),
+        ("integrated-device", Scene { imports: PEER_ONLY, facts: integrated, ..nic(&[14]) }),
+        ("memory-only-node", Scene { facts: memory_only, ..host(&[12]) }),
         ("device-not-reachable-from-nic", broken(cannot_reach)),
         ("device-not-reachable-from-nic", nic(&[524])),
         ("device-not-reachable-from-nic", nic(&[121])),
@@ -653,8 +670,9 @@ fn page() -> String {
          This page lists the reasons why a path from memory to a NIC is refused, and the remedies. \
          The name of a cause is the `cause_name` of an attempt in a decision's trace \
          (`hmem explain`, `hmem info --json`). Special causes come before general ones. The first \
-         cause that fits is the probable one. Facts about the machine only choose between causes; \
-         the library tries each path to find out if it works.\n\n\
+         cause that fits is the probable one. Facts about the machine choose between causes, \
+         and order the mappings of a dma-buf for a device with NVLink-C2C; the library tries each \
+         path to find out if it works.\n\n\
          Causes of \"opening the NIC\", \"opening the device\" and \"system call\" explain NICs, \
          devices and facilities that are unavailable, often in containers.\n\n\
          If a range of several segments is refused as one dma-buf, and then each segment in the \
@@ -899,6 +917,8 @@ fn machines() -> Vec<Facts> {
         iommu_translates: Some(true),
         acs_redirects: Some(true),
         bar: Some(256 << 20),
+        coherent_link: Some(CoherentLink::C2c { shares_switch: false }),
+        memory_only_nodes: [1].into(),
         root: closed_modules().root,
     };
     [unknown()].into_iter().chain(one).chain([every]).collect()

@@ -17,7 +17,7 @@ use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{ALL_IMPORTS, Bench, PAGE, close, register, vendor::Vendor};
 
 const DMA_BUF: Imports =
-    Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true };
+    Imports { dma_buf: true, pcie_mapping_first: Some(false), peer_memory: false, staged: true };
 
 fn device() -> hmem_iface_system::SimulatedBuilder {
     Simulated::builder().devices(2).dma_buf(DmaBufKind::MemFd)

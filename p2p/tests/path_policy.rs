@@ -48,7 +48,7 @@ impl Case {
             }
             let imports = Imports {
                 dma_buf: bit(5),
-                pcie_mapping_first: bit(6),
+                pcie_mapping_first: Some(bit(6)),
                 peer_memory: bit(7),
                 staged: bit(8),
             };
@@ -64,7 +64,7 @@ impl Case {
     fn expected(&self) -> Result<(Path, DmaBufMapping), &'static str> {
         let [dma_buf, pcie, peer_memory] = self.exports;
         let direct = if dma_buf && self.imports.dma_buf && self.reachable {
-            let mapping = if pcie && self.imports.pcie_mapping_first {
+            let mapping = if pcie && self.imports.pcie_mapping_first == Some(true) {
                 DmaBufMapping::Pcie
             } else {
                 DmaBufMapping::Default

@@ -34,7 +34,8 @@ use path_support::{
 
 /// Length of a segment in bytes.
 const STEP: u64 = 4 * PAGE;
-const IMPORTS: Imports = Imports { pcie_mapping_first: false, peer_memory: false, ..ALL_IMPORTS };
+const IMPORTS: Imports =
+    Imports { pcie_mapping_first: Some(false), peer_memory: false, ..ALL_IMPORTS };
 
 /// Device memory with physical segments of four pages.
 struct Segmented {
@@ -49,7 +50,7 @@ fn segmented(breaks: impl FnOnce(&mut Vendor)) -> Segmented {
 
 /// Creates memory like [`segmented`], for NICs that try the PCIe mapping first.
 fn segmented_pcie_first(breaks: impl FnOnce(&mut Vendor)) -> Segmented {
-    segmented_for(Imports { pcie_mapping_first: true, ..IMPORTS }, breaks)
+    segmented_for(Imports { pcie_mapping_first: Some(true), ..IMPORTS }, breaks)
 }
 
 fn segmented_for(imports: Imports, breaks: impl FnOnce(&mut Vendor)) -> Segmented {

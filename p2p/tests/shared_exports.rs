@@ -45,8 +45,12 @@ impl Bench {
         registry.add(Arc::clone(&iface)).expect("its kind is free");
         let registry = Arc::new(registry);
         let faults = Faults::new();
-        let imports =
-            Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true };
+        let imports = Imports {
+            dma_buf: true,
+            pcie_mapping_first: Some(false),
+            peer_memory: false,
+            staged: true,
+        };
         let fabric = Loopback::builder().nic("loop0").nic("loop1").imports(imports);
         let fabric = fabric.faults(&faults).build().expect("a fabric");
         let paths = Arc::new(DefaultPathSelector::new());

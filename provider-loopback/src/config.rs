@@ -75,7 +75,7 @@ impl Default for Config {
             staged_access: Access::all(),
             imports: Imports {
                 dma_buf: true,
-                pcie_mapping_first: false,
+                pcie_mapping_first: Some(false),
                 peer_memory: false,
                 staged: true,
             },

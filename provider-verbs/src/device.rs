@@ -93,7 +93,7 @@ impl OpenDevice {
     pub(super) fn open(
         library: &Arc<Library>,
         name: &str,
-        pcie_mapping_first: bool,
+        pcie_mapping_first: Option<bool>,
     ) -> Result<Self> {
         let process = ProcessMark::current()?;
         let context = library.open_device(name)?;
@@ -110,7 +110,7 @@ impl OpenDevice {
         library: &Arc<Library>,
         pd: *mut Pd,
         owner: ForeignOwner,
-        pcie_mapping_first: bool,
+        pcie_mapping_first: Option<bool>,
     ) -> Result<Self> {
         let process = ProcessMark::current()?;
         // SAFETY: the caller promises a live protection domain. The first field is its context.
@@ -127,7 +127,7 @@ impl OpenDevice {
         library: &Arc<Library>,
         context: *mut Context,
         owner: Option<ForeignOwner>,
-        pcie_mapping_first: bool,
+        pcie_mapping_first: Option<bool>,
         process: ProcessMark,
     ) -> Result<Self> {
         // SAFETY: an open context names its device.
@@ -139,7 +139,7 @@ impl OpenDevice {
             library: Arc::clone(library),
             context,
             owner,
-            provider_attr: describe(&nic, &attr, false, false),
+            provider_attr: describe(&nic, &attr, false, None),
             window_types: Vec::new(),
             nic,
             attr,
@@ -344,7 +344,12 @@ impl Drop for OpenDevice {
 }
 
 /// Returns the attributes of a device with the limits in `attr`.
-fn describe(nic: &Nic, attr: &DeviceAttr, dma_buf: bool, pcie_mapping_first: bool) -> ProviderAttr {
+fn describe(
+    nic: &Nic,
+    attr: &DeviceAttr,
+    dma_buf: bool,
+    pcie_mapping_first: Option<bool>,
+) -> ProviderAttr {
     let required_mr_mode = MrMode::LOCAL | MrMode::VIRT_ADDR | MrMode::ALLOCATED | MrMode::PROV_KEY;
     let max_mr_count = u64::try_from(attr.max_mr).unwrap_or(0).max(1);
     let mut flags = MrFlags::HMEM_HOST_ALLOC | MrFlags::HMEM_DEVICE_ONLY;
@@ -366,8 +371,8 @@ fn describe(nic: &Nic, attr: &DeviceAttr, dma_buf: bool, pcie_mapping_first: boo
             peer_memory: true,
             staged: true,
             // No driver call reports whether the device needs the PCIe mapping. The builder or the
-            // environment sets it.
-            pcie_mapping_first: dma_buf && pcie_mapping_first,
+            // environment sets it, or the path search decides by the topology.
+            pcie_mapping_first,
         },
         staged_access: Access::READ | Access::WRITE | Access::SEND | Access::RECV,
         flags,

@@ -30,6 +30,7 @@ pub struct Builder {
     /// [`Builder::with_pd`].
     fork: Option<ForkSafety>,
     pcie_mapping_first: Option<bool>,
+    without_environment: bool,
     domain: DomainOptions,
 }
 
@@ -66,13 +67,15 @@ impl Builder {
     }
 
     /// Sets whether the devices need the PCIe mapping of device memory
-    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA). Platforms with a coherent link
-    /// between CPU and GPU need the PCIe mapping, which no driver call reports. If set, the path
-    /// search first exports a dma-buf for the PCIe mapping, and if that is refused, another one for
-    /// the default mapping. The region's decision lists both attempts.
+    /// (`CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of CUDA). If true, the path search first
+    /// exports a dma-buf for the PCIe mapping, and if that is refused, another one for the default
+    /// mapping. The region's decision lists both attempts. If false, only the default mapping is
+    /// tried.
     ///
-    /// Overrides the environment variable [`Verbs::PCIE_MAPPING_VARIABLE`]. The default is that
-    /// devices do not need the mapping.
+    /// Overrides the environment variable [`Verbs::PCIE_MAPPING_VARIABLE`]. Without both, the path
+    /// search chooses for each NIC and device: on a machine with NVLink-C2C, a NIC below the
+    /// device's PCIe switch gets the PCIe mapping first, and any other NIC the default mapping
+    /// (`hmem_p2p::design`).
     #[must_use]
     pub fn pcie_mapping_first(mut self, first: bool) -> Self {
         self.pcie_mapping_first = Some(first);
@@ -141,11 +144,10 @@ impl Builder {
         self
     }
 
-    /// Reads no variable of the environment. Without [`Builder::pcie_mapping_first`], the default
-    /// mapping of device memory is tried first.
+    /// Reads no variable of the environment.
     #[must_use]
     pub fn without_environment(mut self) -> Self {
-        self.pcie_mapping_first.get_or_insert(false);
+        self.without_environment = true;
         self
     }
 
@@ -240,13 +242,15 @@ impl Builder {
         Verbs::new(library, pcie_mapping_first, self.domain, Some((pd, Arc::default())))
     }
 
-    /// Loads the library. Also returns true if the devices need the PCIe mapping, by the builder's
-    /// setting or else the environment variable. `default` applies if the application has chosen no
-    /// protection over `fork`.
-    fn start(&self, default: ForkSafety) -> Result<(Arc<Library>, bool)> {
+    /// Loads the library. Also returns whether the devices need the PCIe mapping, by the builder's
+    /// setting or else the environment variable; `None` if neither says so. `default` applies if
+    /// the application has chosen no protection over `fork`.
+    fn start(&self, default: ForkSafety) -> Result<(Arc<Library>, Option<bool>)> {
         let pcie_mapping_first = match self.pcie_mapping_first {
-            Some(first) => first,
-            None => environment::boolean(Verbs::PCIE_MAPPING_VARIABLE)?.unwrap_or(false),
+            None if !self.without_environment => {
+                environment::boolean(Verbs::PCIE_MAPPING_VARIABLE)?
+            }
+            set => set,
         };
         if self.domain.options.contains(VerbsOptions::RELAXED_ORDERING) {
             return Err(Error::new(ErrorKind::InvalidArgument, "start verbs")
@@ -276,7 +280,7 @@ pub struct Verbs {
 
 struct Inner {
     library: Arc<Library>,
-    pcie_mapping_first: bool,
+    pcie_mapping_first: Option<bool>,
     options: DomainOptions,
     /// The application's protection domain ([`Builder::with_pd`]), with the active lanes of its
     /// device. `None` for a provider that opens devices itself.
@@ -318,7 +322,7 @@ impl Verbs {
 
     fn new(
         library: Arc<Library>,
-        pcie_mapping_first: bool,
+        pcie_mapping_first: Option<bool>,
         options: DomainOptions,
         brought: Option<(ProtectionDomain, Arc<ActiveLanes>)>,
     ) -> Result<Self> {

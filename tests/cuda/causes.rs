@@ -159,7 +159,7 @@ fn cases() -> Vec<(&'static str, Case)> {
     let refused = |code| Case { refusal: Some((EXPORT, Some(1), code)), ..Case::default() };
     let of = |kind| Case { memory: Memory::Of(kind), ..Case::default() };
     let closed = || Profile::named("550-closed").expect("a profile");
-    let pcie_first = Imports { pcie_mapping_first: true, ..IMPORTS };
+    let pcie_first = Imports { pcie_mapping_first: Some(true), ..IMPORTS };
     let peer_only = Imports { dma_buf: false, peer_memory: true, ..IMPORTS };
     let before_the_flag = || Profile::named("550-open").expect("a profile");
     let mut cases = vec![
@@ -281,7 +281,7 @@ fn refusal_under_an_existing_pcie_mapping_has_its_own_cause() {
     if not_over_a_gpu("the driver must have the mapping and refuse") {
         return;
     }
-    let imports = Imports { pcie_mapping_first: true, ..IMPORTS };
+    let imports = Imports { pcie_mapping_first: Some(true), ..IMPORTS };
     let with = |memory| Case { imports, memory, ..Case::default() };
     let one_by_one = Profile { spanning_exports: false, ..Profile::default() };
     let before_the_flag = Profile::named("550-open").expect("a profile");

@@ -28,7 +28,7 @@ pub(crate) fn check(code: CuResult) {
 
 /// Import abilities of a NIC that supports dma-bufs and staged copies, but not peer memory.
 pub(crate) const IMPORTS: Imports =
-    Imports { dma_buf: true, pcie_mapping_first: false, peer_memory: false, staged: true };
+    Imports { dma_buf: true, pcie_mapping_first: Some(false), peer_memory: false, staged: true };
 
 /// Returns true if the tests run over a GPU (`HMEM_CUDA=real`).
 pub(crate) fn real() -> bool {

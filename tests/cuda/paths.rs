@@ -213,7 +213,7 @@ fn pcie_mapping_is_tried_before_the_default_mapping() {
     if not_over_a_gpu("drivers with and without the mapping are compared") {
         return;
     }
-    let imports = Imports { pcie_mapping_first: true, ..IMPORTS };
+    let imports = Imports { pcie_mapping_first: Some(true), ..IMPORTS };
     for (profile, refusals, mapping) in [
         (Profile::default(), 0, DmaBufMapping::Pcie),
         (Profile::named("550-open").expect("a profile"), 1, DmaBufMapping::Default),

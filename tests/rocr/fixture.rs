@@ -83,8 +83,12 @@ impl Fixture {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let fake = (!is_model()).then(|| FakeRuntime::start(profile));
         let rocr = Arc::new(open(fake.as_ref()));
-        let imports =
-            Imports { dma_buf: true, pcie_mapping_first, peer_memory: false, staged: true };
+        let imports = Imports {
+            dma_buf: true,
+            pcie_mapping_first: Some(pcie_mapping_first),
+            peer_memory: false,
+            staged: true,
+        };
         let nic = Loopback::builder().imports(imports).remap_policy(memory).build().expect("a NIC");
         let hmem = Hmem::builder().without_vendor_ifaces();
         let hmem = hmem.shared_iface(Arc::clone(&rocr) as _).provider(nic).build().expect("start");

@@ -162,7 +162,7 @@ impl Case {
         };
         let imports = [
             (self.imports.dma_buf, "dma-buf"),
-            (self.imports.pcie_mapping_first, "PCIe first"),
+            (self.imports.pcie_mapping_first == Some(true), "PCIe first"),
             (self.imports.peer_memory, "peer memory"),
             (self.imports.staged, "staged"),
         ];
@@ -514,7 +514,7 @@ impl Default for Case {
             len: 2 * PAGE,
             imports: Imports {
                 dma_buf: true,
-                pcie_mapping_first: false,
+                pcie_mapping_first: Some(false),
                 peer_memory: false,
                 staged: true,
             },

@@ -30,7 +30,7 @@ const KINDS: [AllocationKind; 5] = [
 pub(crate) fn imports(letters: &str) -> Imports {
     Imports {
         dma_buf: letters.contains('d'),
-        pcie_mapping_first: letters.contains('P'),
+        pcie_mapping_first: Some(letters.contains('P')),
         peer_memory: letters.contains('p'),
         staged: letters.contains('s'),
     }

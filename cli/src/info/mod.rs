@@ -419,7 +419,7 @@ fn names<'a, F>(set: impl Iterator<Item = (&'a str, F)>) -> Vec<String> {
 fn imports(imports: Imports) -> Vec<&'static str> {
     having([
         (imports.dma_buf, "dma-buf"),
-        (imports.pcie_mapping_first, "pcie-mapping-first"),
+        (imports.pcie_mapping_first == Some(true), "pcie-mapping-first"),
         (imports.peer_memory, "peer-memory"),
         (imports.staged, "staged"),
     ])

@@ -8,8 +8,10 @@ use crate::{Access, Error, ErrorKind, MrFlags, MrMode, Result};
 pub struct Imports {
     /// True if the NIC can register dma-buf fds.
     pub dma_buf: bool,
-    /// True if the path search should try the PCIe mapping of a dma-buf before the default mapping.
-    pub pcie_mapping_first: bool,
+    /// True if the path search should try the PCIe mapping of a dma-buf before the default mapping,
+    /// and false if it should not. `None` leaves the order to the path search, which knows the
+    /// machine's topology.
+    pub pcie_mapping_first: Option<bool>,
     /// True if the NIC can register device addresses, which peer-memory clients in the kernel
     /// resolve. Only an attempt to register shows if a client exists for a given device.
     pub peer_memory: bool,

@@ -10,7 +10,8 @@ use std::collections::BTreeSet;
 
 use hmem_core::{
     ErrorKind, Path,
-    cause::{Answer, Facts, Needs, RefusalCause, RefusalContext, Step},
+    cause::{Answer, CoherentLink, Facts, Needs, RefusalCause, RefusalContext, Step},
+    iface::DmaBufMapping,
     path::Attempt,
 };
 
@@ -62,6 +63,11 @@ fn no_client(facts: &Facts) -> bool {
 
 fn memlock_limit(facts: &Facts) -> Option<String> {
     facts.memlock.map(|limit| format!("the limit is {limit} bytes"))
+}
+
+fn memory_only_nodes(facts: &Facts) -> Option<String> {
+    let nodes: Vec<_> = facts.memory_only_nodes.iter().map(u32::to_string).collect();
+    (!nodes.is_empty()).then(|| format!("nodes {}", nodes.join(", ")))
 }
 
 /// Lists the device nodes in `all` that belong to NICs if `step` opens a NIC, and to other devices
@@ -224,7 +230,61 @@ pub const CAUSES: &[RefusalCause] = &[
                  key still covers the requested range only",
         ..ANY
     },
+    RefusalCause {
+        name: "integrated-device",
+        rank: 158,
+        paths: DIRECT,
+        steps: EXPORT_OR_REGISTER,
+        answers: &[
+            Answer::Errno(&[14, 22, 38, 95, 524]),
+            Answer::UNSUPPORTED,
+            Answer::Kind(&[ErrorKind::BadAddress, ErrorKind::InvalidArgument]),
+        ],
+        needs: Needs::some("the device is integrated (GB10)", |facts| {
+            facts.coherent_link == Some(CoherentLink::Integrated)
+        }),
+        cause: "the device is integrated (GB10) and uses the CPU's memory; its driver opens the \
+                memory that it allocates for the device to no NIC, as dma-buf or by peer memory",
+        remedy: "allocate the buffers as page-locked host memory (cuMemHostAlloc), which NICs \
+                 register as host pages",
+        ..ANY
+    },
     RefusalCause::DEVICE_WITHOUT_DMA_BUF,
+    RefusalCause {
+        name: "c2c-pcie-mapping",
+        rank: 162,
+        paths: DMA_BUF,
+        steps: EXPORT_OR_REGISTER,
+        mapping: Some(DmaBufMapping::Pcie),
+        answers: NOT_REACHABLE,
+        needs: Needs::some(
+            "the device has NVLink-C2C, and the NIC shares no PCIe switch with it",
+            |facts| facts.coherent_link == Some(CoherentLink::C2c { shares_switch: false }),
+        ),
+        cause: "the PCIe mapping leads to the device's BAR, which only NICs below the same PCIe \
+                switch reach; this NIC reaches the device's memory over NVLink-C2C, with the \
+                default mapping",
+        remedy: "let the default mapping come first: unset HMEM_VERBS_PCIE_MAPPING, \
+                 Builder::pcie_mapping_first of verbs and HMEM_DIRECT_PATHS; or use a NIC below \
+                 the device's switch, with its port up (`hmem topo` shows them)",
+        ..ANY
+    },
+    RefusalCause {
+        name: "c2c-default-mapping",
+        rank: 164,
+        paths: DMA_BUF,
+        steps: EXPORT_OR_REGISTER,
+        mapping: Some(DmaBufMapping::Default),
+        answers: NOT_REACHABLE,
+        needs: Needs::some("the device has NVLink-C2C", |facts| {
+            matches!(facts.coherent_link, Some(CoherentLink::C2c { .. }))
+        }),
+        cause: "the default mapping leads over NVLink-C2C, and the NIC does not reach the device's \
+                memory there",
+        remedy: "use the PCIe mapping (CUDA 12.8 and driver 570 or newer) with a NIC below the \
+                 device's PCIe switch (`hmem topo` shows them)",
+        ..ANY
+    },
     RefusalCause {
         name: "acs",
         rank: 170,
@@ -339,6 +399,22 @@ pub const CAUSES: &[RefusalCause] = &[
         cause: "the process's control group has reached its limit of RDMA objects (rdma.max)",
         remedy: "raise hca_object in rdma.max of the group, or register larger ranges in fewer \
                  regions",
+        ..ANY
+    },
+    RefusalCause {
+        name: "memory-only-node",
+        rank: 255,
+        paths: HOST,
+        answers: &[Answer::Errno(&[12]), Answer::Kind(&[ErrorKind::OutOfResources])],
+        needs: Needs::some("a NUMA node has memory and no CPUs", |facts| {
+            !facts.memory_only_nodes.is_empty()
+        }),
+        cause: "the memory may lie on a NUMA node without CPUs, such as the memory of a GPU with \
+                NVLink-C2C or of a CXL device; such memory is often movable, and the kernel found \
+                no other place for the pages when it pinned them",
+        detail: Some(memory_only_nodes),
+        remedy: "allocate memory to register on a node with CPUs (numactl --membind, mbind), or \
+                 free memory there; register GPU memory as device memory",
         ..ANY
     },
     RefusalCause {

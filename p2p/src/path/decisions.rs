@@ -57,8 +57,18 @@ impl<'a> Key<'a> {
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) variant: PathVariant,
+    /// True if the NIC needs the dma-buf mapping of `variant`, so that it does not use exports that
+    /// another NIC made with another mapping.
+    pub(super) own_mapping: bool,
     /// The decision that later registrations return, with [`Decision::from_cache`] set.
     pub(super) decision: Arc<Decision>,
+}
+
+impl Decided {
+    pub(super) fn new(variant: PathVariant, own_mapping: bool, decision: Decision) -> Self {
+        let decision = Arc::new(Decision { from_cache: true, ..decision });
+        Self { variant, own_mapping, decision }
+    }
 }
 
 #[derive(Debug)]
@@ -157,7 +167,7 @@ mod tests {
             from_cache: true,
             attempts: Vec::new().into(),
         });
-        Decided { variant: PathVariant::Staged, decision }
+        Decided { variant: PathVariant::Staged, own_mapping: false, decision }
     }
 
     fn classes_and_nics() -> Vec<(Class, Nic)> {

@@ -1,9 +1,12 @@
 //! Facts about the machine, which distinguish causes with the same error number.
 //!
 //! The selector does not choose a path by facts: it tries the paths. Facts only make the
-//! explanation of a refusal more exact. The exporter of a dma-buf is an exception. While direct
-//! access is disabled, the selector must not try to register a dma-buf that may be device memory.
-//! So the exporter decides.
+//! explanation of a refusal more exact. There are two exceptions:
+//!
+//! - The exporter of a dma-buf. While direct access is disabled, the selector must not try to
+//!   register a dma-buf that may be device memory. So the exporter decides.
+//! - A coherent link between device and CPU. Some NICs register a dma-buf with the wrong mapping
+//!   without an error, and then fail to transfer. So the link decides which mapping is tried first.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,7 +16,10 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::{cause::Facts, provider::Nic};
+use hmem_core::{
+    cause::{CoherentLink, Facts},
+    provider::Nic,
+};
 use rustix::{
     fs::{Access, AtFlags, CWD},
     io::Errno,
@@ -40,6 +46,15 @@ pub trait FactSource: fmt::Debug + Send + Sync {
     /// Returns the facts that affect registrations of a device's memory with a NIC. `device` is the
     /// device's PCI bus id, if it has one.
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
+
+    /// Returns the coherent link between the device at this PCI bus id and the CPU, as
+    /// [`Facts::coherent_link`]. The default takes it from all facts.
+    ///
+    /// The selector asks before the first attempt, because the link decides the order of the
+    /// mappings of a dma-buf.
+    fn coherent_link(&self, device: &str, nic: &Nic) -> Option<CoherentLink> {
+        self.facts(Some(device), nic).coherent_link
+    }
 
     /// Returns the kernel's name of the driver that exported a dma-buf (`udmabuf`, for example), or
     /// `None` if the kernel does not tell. The default is `None`.
@@ -187,8 +202,15 @@ impl FactSource for LocalMachine {
             iommu_translates: translates.reduce(|one, other| one || other),
             acs_redirects: self.acs_redirects(device, nic),
             bar: device.and_then(|bus_id| self.bar(bus_id)),
+            coherent_link: device.and_then(|device| self.coherent_link(device, nic)),
+            memory_only_nodes: Topology::memory_only_nodes_below(&self.root),
             root: Some(self.root.clone()),
         }
+    }
+
+    fn coherent_link(&self, device: &str, nic: &Nic) -> Option<CoherentLink> {
+        let nic = nic.pci_bus_id.as_deref().and_then(|id| id.parse().ok());
+        Topology::coherent_link_below(&self.root, device.parse().ok()?, nic)
     }
 
     fn dma_buf_exporter(&self, fd: BorrowedFd<'_>) -> Option<String> {
@@ -278,6 +300,8 @@ mod tests {
             iommu_translates: Some(true),
             acs_redirects: None,
             bar: Some(64 << 30),
+            coherent_link: None,
+            memory_only_nodes: BTreeSet::new(),
             root: Some(root),
         };
         assert_eq!(facts, expected);

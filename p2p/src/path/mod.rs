@@ -139,7 +139,7 @@ impl DefaultPathSelector {
             let variant = match (decided.variant, exports.existing()) {
                 // All NICs share one export, under the dma-buf mapping that the first NIC used.
                 (PathVariant::DmaBuf(_), Some(existing))
-                    if search.registration.direct_paths.is_none() =>
+                    if search.registration.direct_paths.is_none() && !decided.own_mapping =>
                 {
                     PathVariant::DmaBuf(existing)
                 }
@@ -161,7 +161,8 @@ impl DefaultPathSelector {
                         && variant == decided.variant;
                     let decision = remembered_now(&decided.decision, variant, search);
                     if replaces {
-                        self.remember_shape(&key, variant, Decision::clone(&decision), shape);
+                        let decision = Decision::clone(&decision);
+                        self.remember_shape(&key, variant, decided.own_mapping, decision, shape);
                     }
                     return Ok(PathRegistration { region, decision: Some(decision) });
                 }
@@ -226,21 +227,19 @@ impl DefaultPathSelector {
     fn remember_probe(&self, search: &PathSearch<'_>, staged: bool) {
         let key = key_of(search);
         match probe(search) {
-            ProbeResult::Direct(variant, decision) => self.remember(&key, variant, *decision),
+            ProbeResult::Direct(variant, decision) => {
+                let decided = Decided::new(variant, search.c2c_order().is_some(), *decision);
+                self.decisions.insert(&key, decided);
+            }
             ProbeResult::NoDirect(attempts) if staged => {
                 let variant = PathVariant::Staged;
                 let reason = reason(variant, search);
                 let decision =
                     search.decision_of(variant, reason, ExportShape::default(), attempts);
-                self.remember(&key, variant, decision);
+                self.decisions.insert(&key, Decided::new(variant, false, decision));
             }
             ProbeResult::NoDirect(_) | ProbeResult::Unknown => {}
         }
-    }
-
-    fn remember(&self, key: &Key<'_>, variant: PathVariant, decision: Decision) {
-        let decision = Arc::new(Decision { from_cache: true, ..decision });
-        self.decisions.insert(key, Decided { variant, decision });
     }
 
     /// Stores a decision for later registrations of the same class and NIC. If the attempts of the
@@ -250,13 +249,14 @@ impl DefaultPathSelector {
         &self,
         key: &Key<'_>,
         variant: PathVariant,
+        own_mapping: bool,
         mut decision: Decision,
         shape: ExportShape,
     ) {
         if shape.layout.is_some() {
             decision.attempts = vec![variant.success(ExportShape { layout: None, ..shape })].into();
         }
-        self.remember(key, variant, decision);
+        self.decisions.insert(key, Decided::new(variant, own_mapping, decision));
     }
 
     /// Stores a path for later registrations of other buffers. If no driver refused a path, this is
@@ -274,7 +274,8 @@ impl DefaultPathSelector {
     ) {
         let key = key_of(search);
         if !search.refused_by_driver {
-            self.remember_shape(&key, variant, decision.clone(), search.shape);
+            let own_mapping = search.c2c_order().is_some();
+            self.remember_shape(&key, variant, own_mapping, decision.clone(), search.shape);
         } else if !only_this_buffer && self.decisions.count_refused(&key) {
             self.remember_probe(search, variant == PathVariant::Staged);
         }

@@ -2,12 +2,12 @@
 
 #![allow(unsafe_code, reason = "registers memory by address, on each path")]
 
-use std::sync::Arc;
+use std::{cell::OnceCell, sync::Arc};
 
 use hmem_core::{
     AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceKind, IfaceName, Path,
     Result,
-    cause::{Facts, RefusalContext, Step},
+    cause::{CoherentLink, Facts, RefusalContext, Step},
     iface::DmaBufMapping,
     path::{Attempt, DirectPath, ExportUnit, P2pPolicy, Target, Trace},
     provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
@@ -66,6 +66,39 @@ pub(super) struct PathSearch<'a> {
     pub(super) shape: ExportShape,
     /// True if other exports of the memory were refused before those of the chosen path.
     pub(super) exports_refused: bool,
+    /// The order of dma-buf mappings because of NVLink-C2C; unset before the first use.
+    c2c_order: OnceCell<Option<C2cOrder>>,
+}
+
+/// The order of dma-buf mappings for a device with NVLink-C2C.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum C2cOrder {
+    /// A PCIe switch or root port is above both the NIC and the device.
+    PcieFirst,
+    /// The NIC reaches the device through the CPU and NVLink-C2C.
+    DefaultFirst,
+}
+
+impl C2cOrder {
+    const fn mappings(self) -> [DmaBufMapping; 2] {
+        match self {
+            Self::PcieFirst => [DmaBufMapping::Pcie, DmaBufMapping::Default],
+            Self::DefaultFirst => [DmaBufMapping::Default, DmaBufMapping::Pcie],
+        }
+    }
+
+    const fn reason(self) -> &'static str {
+        match self {
+            Self::PcieFirst => {
+                "the PCIe mapping is tried first: the NIC and the device are below one PCIe \
+                 switch, and the default mapping leads over NVLink-C2C"
+            }
+            Self::DefaultFirst => {
+                "the default mapping is tried first: it leads over NVLink-C2C, and the NIC shares \
+                 no PCIe switch with the device"
+            }
+        }
+    }
 }
 
 impl<'a> PathSearch<'a> {
@@ -100,6 +133,7 @@ impl<'a> PathSearch<'a> {
             first_unit: ExportUnit::Range,
             shape: ExportShape::default(),
             exports_refused: false,
+            c2c_order: OnceCell::new(),
         }
     }
 
@@ -225,6 +259,53 @@ impl<'a> PathSearch<'a> {
         }
     }
 
+    /// Returns the direct paths in the order that suits the NIC (HM-09). `existing` is the dma-buf
+    /// mapping with which the ranges are already exported.
+    fn default_order(&self, existing: Option<DmaBufMapping>) -> Vec<DirectPath> {
+        let first = self.attr().imports.pcie_mapping_first;
+        let mut mappings = match self.c2c_order() {
+            Some(order) => order.mappings().to_vec(),
+            None if first == Some(true) && self.has_pcie_mapping() => {
+                C2cOrder::PcieFirst.mappings().to_vec()
+            }
+            None => vec![DmaBufMapping::Default],
+        };
+        // All NICs share the exports with the dma-buf mapping `existing`, unless NVLink-C2C decides
+        // the mapping. The search tries others only if `existing` is refused.
+        if let Some(existing) = existing.filter(|_| self.c2c_order().is_none()) {
+            mappings.retain(|mapping| *mapping != existing);
+            mappings.insert(0, existing);
+        }
+        mappings.into_iter().map(DirectPath::DmaBuf).chain([DirectPath::PeerMemory]).collect()
+    }
+
+    fn has_pcie_mapping(&self) -> bool {
+        let exporter = self.iface.and_then(|iface| iface.dma_buf());
+        exporter.is_some_and(|exporter| exporter.mappings().contains(&DmaBufMapping::Pcie))
+    }
+
+    /// Returns the order of dma-buf mappings if the device has NVLink-C2C. Returns `None` if the
+    /// device has no such link, if the domain's list or the provider decides the order, and for a
+    /// NIC without a PCI address.
+    pub(super) fn c2c_order(&self) -> Option<C2cOrder> {
+        *self.c2c_order.get_or_init(|| {
+            let decided = self.registration.direct_paths.is_some()
+                || self.attr().imports.pcie_mapping_first.is_some()
+                || self.nic().pci_bus_id.is_none()
+                || !self.has_pcie_mapping();
+            if decided {
+                return None;
+            }
+            let log = |error: &Error| tracing::debug!(%error, "the device's address is unknown");
+            let device = self.bus_id().inspect_err(log).ok()??;
+            match self.selector.facts.coherent_link(&device, self.nic())? {
+                CoherentLink::C2c { shares_switch: true } => Some(C2cOrder::PcieFirst),
+                CoherentLink::C2c { shares_switch: false } => Some(C2cOrder::DefaultFirst),
+                _ => None,
+            }
+        })
+    }
+
     /// Tries the direct paths in order, except `tried`. Returns the region of the first path that
     /// works. Returns `None` if no path is left, or after an error that every path would give.
     pub(super) fn direct(
@@ -235,7 +316,7 @@ impl<'a> PathSearch<'a> {
         let listed = self.registration.direct_paths;
         let order = match listed {
             Some(listed) => listed.to_vec(),
-            None => default_order(self.attr().imports.pcie_mapping_first, exports),
+            None => self.default_order(exports.existing()),
         };
         let mut lacking = Vec::new();
         for path in order {
@@ -448,9 +529,11 @@ impl<'a> PathSearch<'a> {
         mut attempts: Vec<Attempt>,
     ) -> Decision {
         attempts.push(variant.success(shape));
+        let order = self.c2c_order.get().copied().flatten();
         let decision = Decision {
             path: variant.path(),
-            reason: reason.into(),
+            reason: order
+                .map_or_else(|| reason.into(), |order| format!("{reason}; {}", order.reason())),
             iface: self.owner.iface,
             iface_name: self.iface_name(),
             device: self.owner.device,
@@ -502,24 +585,6 @@ pub(super) fn kind_of(owner: &AddressOwner) -> AllocationKind {
         None if owner.iface == IfaceKind::SYSTEM => AllocationKind::System,
         None => AllocationKind::Device,
     }
-}
-
-/// Returns the direct paths in the order that suits a NIC (HM-09).
-fn default_order(pcie_mapping_first: bool, exports: &ExportSet<'_>) -> Vec<DirectPath> {
-    let exporter = exports.iface.dma_buf();
-    let has_pcie =
-        exporter.is_some_and(|exporter| exporter.mappings().contains(&DmaBufMapping::Pcie));
-    let mut mappings = vec![DmaBufMapping::Default];
-    if pcie_mapping_first && has_pcie {
-        mappings.insert(0, DmaBufMapping::Pcie);
-    }
-    if let Some(existing) = exports.existing() {
-        // All NICs share the exports with the dma-buf mapping `existing`. The search tries others
-        // only if `existing` is refused.
-        mappings.retain(|mapping| *mapping != existing);
-        mappings.insert(0, existing);
-    }
-    mappings.into_iter().map(DirectPath::DmaBuf).chain([DirectPath::PeerMemory]).collect()
 }
 
 /// Returns true if a list of direct paths contains `path`.

@@ -109,6 +109,7 @@ const NVIDIA: u16 = 0x10de;
 const AMD: u16 = 0x1002;
 const INTEL: u16 = 0x8086;
 const AMAZON: u16 = 0x1d0f;
+const MELLANOX: u16 = 0x15b3;
 
 /// Returns true for the device ids of Inferentia and Trainium devices. The ids are those in the
 /// Neuron kernel driver.
@@ -131,6 +132,33 @@ impl PciDevice {
             (0x06, _) => Role::Bridge,
             _ => Role::Other,
         }
+    }
+
+    /// Returns true if NVLink-C2C joins the memory of the function and of the CPU: the GPUs of
+    /// GH200, GB200 and GB300.
+    ///
+    /// Sysfs does not show the link, so the device id decides. The ids are those of the kernel's
+    /// vfio driver for these GPUs (`drivers/vfio/pci/nvgrace-gpu`). The NUMA nodes are no
+    /// criterion: NVIDIA's driver can keep the memory to itself, and then the kernel has no nodes
+    /// for it.
+    #[must_use]
+    pub const fn has_c2c(&self) -> bool {
+        self.vendor == NVIDIA && matches!(self.device, 0x2342 | 0x2345 | 0x2348 | 0x2941 | 0x31c2)
+    }
+
+    /// Returns true if the function is a GPU that uses the CPU's memory and has none of its own
+    /// (GB10). NICs reach none of the memory that its driver allocates for the GPU.
+    #[must_use]
+    pub const fn is_integrated(&self) -> bool {
+        self.vendor == NVIDIA && self.device == 0x2e12
+    }
+
+    /// Returns true if the function is the Data Direct function of a Mellanox NIC. The NIC sends
+    /// transfers through it if the memory was registered with
+    /// `MLX5DV_REG_DMABUF_ACCESS_DATA_DIRECT`.
+    #[must_use]
+    pub const fn is_data_direct(&self) -> bool {
+        self.vendor == MELLANOX && self.device == 0x2100
     }
 
     /// Returns whether other devices can be below this one.
@@ -158,7 +186,7 @@ impl PciDevice {
             NVIDIA => "NVIDIA",
             AMD | 0x1022 => "AMD",
             INTEL => "Intel",
-            0x15b3 => "Mellanox",
+            MELLANOX => "Mellanox",
             0x14e4 | 0x1000 => "Broadcom",
             0x10b5 => "PLX",
             0x11f8 => "Microchip",

@@ -18,7 +18,8 @@ pub enum Distance {
     Pix,
     /// `PXB`: the path passes several switches, and no host bridge.
     Pxb,
-    /// `PHB`: the path passes one host bridge (usually that of a CPU).
+    /// `PHB`: the path passes one host bridge (usually that of a CPU). At the side of a device with
+    /// NVLink-C2C, this link takes the place of the host bridge.
     Phb,
     /// `NODE`: the path passes two host bridges of one NUMA node.
     Node,
@@ -76,6 +77,8 @@ pub enum Hop {
     /// The interconnect between two host bridges. They may be in the same NUMA node or in two
     /// nodes.
     Interconnect,
+    /// NVLink-C2C, between a device and the CPU.
+    C2c,
 }
 
 impl fmt::Display for Hop {
@@ -85,6 +88,7 @@ impl fmt::Display for Hop {
             Self::Bridge(id, port) => write!(f, "{id} ({port})"),
             Self::HostBridge(root) => write!(f, "{root} (host-bridge)"),
             Self::Interconnect => f.write_str("interconnect"),
+            Self::C2c => f.write_str("NVLink-C2C"),
         }
     }
 }
@@ -118,6 +122,9 @@ pub struct PciPath {
 
 impl Topology {
     /// Returns the path between two functions, or `None` if one of them is not in the tree.
+    ///
+    /// Between a device with NVLink-C2C and another function, the path leads over that link, unless
+    /// a PCIe switch or root port is above both.
     #[must_use]
     pub fn path(&self, from: BusId, to: BusId) -> Option<PciPath> {
         let (a, b) = (self.device(from)?, self.device(to)?);
@@ -136,20 +143,32 @@ impl Topology {
         };
         let (up, down) = (&a.bridges[shared..], &b.bridges[shared..]);
         let meeting = a.bridges[..shared].last().copied();
+        let by_c2c = meeting.is_none() && a.has_c2c() != b.has_c2c();
         let (distance, numa_unknown) = self.classify(a, b, meeting, up, down);
+        let distance = if by_c2c && distance == Distance::Node { Distance::Phb } else { distance };
         let bridge = |id: &BusId| {
             Hop::Bridge(*id, self.device(*id).map_or(Port::Bridge, |bridge| bridge.port))
         };
-        let mut hops = vec![Hop::Function(from)];
-        hops.extend(up.iter().rev().map(bridge));
-        match (meeting, a.root == b.root) {
-            (Some(meeting), _) => hops.push(bridge(&meeting)),
-            (None, true) => hops.push(Hop::HostBridge(a.root)),
-            (None, false) => {
-                hops.extend([Hop::HostBridge(a.root), Hop::Interconnect, Hop::HostBridge(b.root)]);
+        // The link of a device with NVLink-C2C takes the place of its bridges and host bridge.
+        let side = |end: &PciDevice, bridges: &[BusId]| -> Vec<Hop> {
+            if by_c2c && end.has_c2c() {
+                return vec![Hop::C2c];
             }
+            let host = meeting.is_none().then_some(Hop::HostBridge(end.root));
+            bridges.iter().rev().map(bridge).chain(host).collect()
+        };
+        let mut back = side(b, down);
+        back.reverse();
+        let mut hops = vec![Hop::Function(from)];
+        hops.extend(side(a, up));
+        if let Some(meeting) = meeting {
+            hops.push(bridge(&meeting));
+        } else if a.root == b.root && !by_c2c {
+            back.remove(0);
+        } else if !by_c2c || distance == Distance::Sys {
+            hops.push(Hop::Interconnect);
         }
-        hops.extend(down.iter().map(bridge));
+        hops.extend(back);
         hops.push(Hop::Function(to));
         Some(PciPath {
             distance,
@@ -189,7 +208,7 @@ impl Topology {
         match (a.numa_node, b.numa_node) {
             (Some(a), Some(b)) if a == b => (Distance::Node, false),
             (Some(_), Some(_)) => (Distance::Sys, false),
-            _ if self.numa.len() <= 1 => (Distance::Node, false),
+            _ if self.has_one_cpu_node() => (Distance::Node, false),
             _ => (Distance::Sys, true),
         }
     }

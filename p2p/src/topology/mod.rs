@@ -28,7 +28,8 @@
 //! # Limits
 //!
 //! The module chooses no path: a near NIC may still be unable to reach a device, and only a
-//! registration shows it. The module does not see NVLink, or devices that a hypervisor hides.
+//! registration shows it. Of NVLink the module knows only the link between a GPU and its CPU
+//! ([`PciDevice::has_c2c`]). It does not see devices that a hypervisor hides.
 
 #[cfg(feature = "recordings")]
 mod archive;
@@ -49,12 +50,12 @@ mod record;
 mod source;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs::{self, File},
     path::Path,
 };
 
-use hmem_core::{Errno, Error, ErrorKind, Result};
+use hmem_core::{Errno, Error, ErrorKind, Result, cause::CoherentLink};
 
 pub(crate) use self::kernel::KeptOptions;
 pub use self::{
@@ -143,20 +144,53 @@ impl Topology {
     /// only these functions and the bridges above them. Returns `None` in two cases: a function
     /// cannot be read, or the ACS of a port cannot be read and no other port redirects.
     pub(crate) fn redirects_below(root: &Path, one: BusId, other: BusId) -> Option<bool> {
-        let devices = device::read_with_bridges(&Source::of_machine(root), &[one, other]).ok()?;
-        let topology = Self {
-            devices,
-            rdma: Vec::new(),
-            numa: Vec::new(),
-            groups: BTreeMap::new(),
-            kernel: Kernel::default(),
-            host: None,
-        };
+        let topology = Self::of_functions(root, &[one, other])?;
         match topology.path(one, other)?.redirection {
             Redirection::None => Some(false),
             Redirection::By(_) => Some(true),
             Redirection::Unknown(_) => None,
         }
+    }
+
+    /// Returns the coherent link between `device` and the CPU of the machine at `root`, as the NIC
+    /// at `nic` sees it. Reads only these functions and the bridges above them. Returns `None` if
+    /// the device has no such link or cannot be read.
+    pub(crate) fn coherent_link_below(
+        root: &Path,
+        device: BusId,
+        nic: Option<BusId>,
+    ) -> Option<CoherentLink> {
+        let topology = Self::of_functions(root, &[device])?;
+        let function = topology.device(device)?;
+        if function.is_integrated() {
+            return Some(CoherentLink::Integrated);
+        }
+        let path = || {
+            let nic = nic?;
+            Self::of_functions(root, &[device, nic])?.path(device, nic)
+        };
+        function.has_c2c().then(|| CoherentLink::C2c {
+            shares_switch: path()
+                .is_some_and(|path| matches!(path.distance, Distance::Pix | Distance::Pxb)),
+        })
+    }
+
+    /// Returns the numbers of NUMA nodes with memory and without CPUs of the machine at `root`. The
+    /// set is empty if a file is malformed or a read failed.
+    pub(crate) fn memory_only_nodes_below(root: &Path) -> BTreeSet<u32> {
+        numa::memory_only(&Source::of_machine(root)).unwrap_or_default()
+    }
+
+    /// Returns a topology with only these functions and the bridges above them.
+    fn of_functions(root: &Path, wanted: &[BusId]) -> Option<Self> {
+        Some(Self {
+            devices: device::read_with_bridges(&Source::of_machine(root), wanted).ok()?,
+            rdma: Vec::new(),
+            numa: Vec::new(),
+            groups: BTreeMap::new(),
+            kernel: Kernel::default(),
+            host: None,
+        })
     }
 
     /// Reads the facts about the kernel of the machine at `root`. Takes the configuration options

@@ -129,7 +129,8 @@ impl Topology {
     /// The order is: the distance class, then the number of hops (for device memory), as in
     /// [`nics_by_distance`](Self::nics_by_distance). Host memory has the distance `NODE` to the
     /// NICs of its NUMA node, and `SYS` to others. On a machine with one node, the distance is
-    /// always `NODE`. A NIC at an unknown distance comes after all others: it has no PCI address,
+    /// always `NODE`. Nodes without CPUs do not count, and memory of such a node has the distances
+    /// of the nearest node with CPUs. A NIC at an unknown distance comes after all others: it has no PCI address,
     /// or is not in the tree.
     ///
     /// Equally near NICs are ordered by the number of other accelerators for which they are the
@@ -248,9 +249,13 @@ impl Topology {
                 ranked.path.as_ref().is_some_and(|path| path.numa_unknown)
             }
             Locality::Node(node) => {
-                let one_node = self.numa().len() <= 1;
-                let is_near = one_node || function.numa_node == Some(node);
+                let one_node = self.has_one_cpu_node();
+                let near = self.nearest_cpu_node(node).unwrap_or(node);
+                let is_near = one_node || function.numa_node == Some(near);
                 ranked.distance = Some(if is_near { Distance::Node } else { Distance::Sys });
+                if self.numa().iter().any(|known| known.id == node && known.cpus.is_empty()) {
+                    ranked.note = Some("from the nearest node with CPUs: the memory's has none");
+                }
                 !one_node && function.numa_node.is_none()
             }
         };

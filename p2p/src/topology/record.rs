@@ -13,6 +13,7 @@ use super::{
     config_space::{self, ConfigSpace},
     device::{Link, PciDevice},
     kernel::{GROUPS, write_nvidia},
+    numa,
     rdma::{self, RdmaDevice},
     source::SourceEntry,
 };
@@ -53,7 +54,17 @@ impl Topology {
             recording.rdma(device);
         }
         for node in self.numa() {
-            recording.file(&format!("sys/devices/system/node/node{}/cpulist", node.id), &node.cpus);
+            let at = |file: &str| format!("{}/node{}/{file}", numa::FOLDER, node.id);
+            recording.file(&at("cpulist"), &node.cpus);
+            if !node.distances.is_empty() {
+                let distances: Vec<_> = node.distances.iter().map(u32::to_string).collect();
+                recording.file(&at("distance"), &distances.join(" "));
+            }
+        }
+        if self.numa.iter().any(|node| node.memory.is_some()) {
+            let with_memory = self.numa.iter().filter(|node| node.memory == Some(true));
+            let numbers: Vec<_> = with_memory.map(|node| node.id.to_string()).collect();
+            recording.file(numa::HAS_MEMORY, &numbers.join(","));
         }
         for (group, kind) in &self.groups {
             recording.file(&format!("{GROUPS}/{group}/type"), kind);

@@ -31,7 +31,7 @@ pub(crate) const PAGE: u64 = 4096;
 
 /// The imports of a NIC that supports every path.
 pub(crate) const ALL_IMPORTS: Imports =
-    Imports { dma_buf: true, pcie_mapping_first: true, peer_memory: true, staged: true };
+    Imports { dma_buf: true, pcie_mapping_first: Some(true), peer_memory: true, staged: true };
 
 /// A fact source without facts. The traces then do not depend on the machine that runs the tests.
 #[derive(Debug)]
