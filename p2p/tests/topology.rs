@@ -15,8 +15,18 @@ use hmem_p2p::{
 };
 use topology_machines::{Folder, SECRETS, SERIAL, fixtures, make, recording};
 
-const MACHINES: [&str; 6] =
-    ["dgx-a100", "hgx-h100", "two-socket-acs", "switch-acs", "cloud-vm", "laptop"];
+const MACHINES: [&str; 10] = [
+    "dgx-a100",
+    "hgx-h100",
+    "two-socket-acs",
+    "switch-acs",
+    "cloud-vm",
+    "laptop",
+    "gh200",
+    "gb200",
+    "gb200-efa",
+    "gb10",
+];
 
 fn open(name: &str) -> Topology {
     Topology::open(recording(name)).unwrap_or_else(|error| panic!("{name}: {error}"))

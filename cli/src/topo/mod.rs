@@ -22,7 +22,7 @@ use crate::{
     args::TopoArgs,
     json,
     problem::Problem,
-    table::{Style, Tone, grouped, list_or},
+    table::{Style, Tone, abbreviated, grouped, list_or},
 };
 
 /// Reads the topology, draws and records it as the arguments ask, and prints it as JSON or text.
@@ -116,6 +116,15 @@ fn facts(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<(
     style.item(out, "kernel:", release)?;
     if !kernel.command_line.is_empty() {
         style.item(out, "command line:", &kernel.command_line.join(" "))?;
+    }
+    let memory_only = topology.numa().iter().filter(|node| node.is_memory_only());
+    let memory_only: Vec<_> = memory_only.map(|node| node.id.to_string()).collect();
+    if !memory_only.is_empty() {
+        let text = format!(
+            "{}: memory of GPUs or CXL devices as host memory, without CPUs",
+            abbreviated(&memory_only)
+        );
+        style.item(out, "memory-only NUMA nodes:", &text)?;
     }
     style.item(out, "IOMMU:", topology.iommu().name())?;
     let peer: Vec<_> = kernel.peer_memory().collect();

@@ -68,8 +68,10 @@ pub struct NvidiaEntry {
 pub struct NodeEntry {
     /// The number of the node.
     pub node: u32,
-    /// The processors of the node, as a list of ranges.
+    /// The processors of the node, as a list of ranges; empty for a node without processors.
     pub cpus: String,
+    /// True if the node has memory; null if the kernel does not report it.
+    pub memory: Option<bool>,
 }
 
 /// The properties of a PCI function and its place in the PCIe tree.
@@ -107,6 +109,9 @@ pub struct FunctionEntry {
     pub acs_control: Vec<&'static str>,
     /// The PCIe link above the function; null if there is none.
     pub link: Option<LinkEntry>,
+    /// The coherent link between the function and the processor: `NVLink-C2C`, or `integrated` for
+    /// a device that uses the processor's memory; null if there is none.
+    pub coherent_link: Option<&'static str>,
     /// The base address registers of the function.
     pub bars: Vec<BarEntry>,
 }
@@ -214,7 +219,13 @@ impl Report {
             from,
             kernel: kernel(topology.kernel()),
             iommu: topology.iommu().name(),
-            numa: nodes.map(|node| NodeEntry { node: node.id, cpus: node.cpus.clone() }).collect(),
+            numa: nodes
+                .map(|node| NodeEntry {
+                    node: node.id,
+                    cpus: node.cpus.clone(),
+                    memory: node.memory,
+                })
+                .collect(),
             functions: topology.devices().map(|device| function(topology, device)).collect(),
             nics: topology.rdma().iter().map(|device| rdma(topology, device)).collect(),
             paths: paths(topology),
@@ -272,8 +283,17 @@ fn function(topology: &Topology, device: &PciDevice) -> FunctionEntry {
             max_speed: link.max_speed.map(f64::from),
             max_width: link.max_width,
         }),
+        coherent_link: coherent_link(device),
         bars: bars.collect(),
     }
+}
+
+/// Returns the name of the coherent link between a function and the processor.
+pub(super) const fn coherent_link(device: &PciDevice) -> Option<&'static str> {
+    if device.has_c2c() {
+        return Some("NVLink-C2C");
+    }
+    if device.is_integrated() { Some("integrated") } else { None }
 }
 
 fn rdma(topology: &Topology, device: &RdmaDevice) -> RdmaEntry {

@@ -7,7 +7,7 @@ use std::{
 
 use hmem::p2p::topology::{BusId, PciDevice, Port, Role, RootBus, Topology};
 
-use super::report::nic_names;
+use super::report::{coherent_link, nic_names};
 use crate::table::{Style, Tone, bytes};
 
 /// The PCI functions of a topology, for printing as a tree.
@@ -165,6 +165,7 @@ impl Tree<'_> {
             device.vendor,
             device.device
         )];
+        words.extend(coherent_link(device).map(str::to_owned));
         if device.largest_bar() > 0 {
             words.push(format!("BAR {}", bytes(device.largest_bar())));
         }

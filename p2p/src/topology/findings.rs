@@ -7,7 +7,8 @@ use super::{BusId, Distance, Redirection, Topology};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Finding {
-    /// Name of the finding: `acs`, `iommu`, `bar`, `link`, `distance` or `peer-memory`.
+    /// Name of the finding: `acs`, `iommu`, `bar`, `link`, `port`, `distance`, `data-direct`,
+    /// `peer-memory` or `integrated`.
     pub name: &'static str,
     /// Description of the finding in one sentence.
     pub what: String,
@@ -23,6 +24,13 @@ const BAR: &str = "turn on Above 4G Decoding and Resizable BAR in firmware, or c
                    whose whole memory can be mapped";
 const LINK: &str =
     "measure again under load, since idle links slow down; then check the slot, riser or cable";
+const PORT: &str =
+    "connect the port and bring its link up (`rdma link`, `ibstat`), or use another NIC";
+const DATA_DIRECT: &str = "none needed, since the NIC reaches the memory over NVLink-C2C; for the \
+                           shorter path register in your own code with mlx5dv_reg_dmabuf_mr and \
+                           MLX5DV_REG_DMABUF_ACCESS_DATA_DIRECT";
+const INTEGRATED: &str = "allocate the buffers as page-locked host memory (cuMemHostAlloc), and \
+                          register them as host memory";
 const DISTANCE: &str = "use a nearer NIC";
 const FAR: &str =
     "move one of them under the same PCIe switch, or copy through host memory near the NIC";
@@ -91,6 +99,12 @@ impl Topology {
                 add("link", what, LINK);
             }
         }
+        for rdma in self.rdma_at(nic) {
+            let down = rdma.ports.iter().all(|port| port.active == Some(false));
+            if down && !rdma.ports.is_empty() {
+                add("port", format!("no port of {} ({nic}) is active", rdma.name), PORT);
+            }
+        }
         let nearest = self.nearest_nics(device);
         let nearer = nearest.first().filter(|(_, best)| best.distance < path.distance);
         if let Some((best, shorter)) = nearer {
@@ -108,11 +122,32 @@ impl Topology {
                 FAR,
             );
         }
+        let beside = |other: BusId| {
+            let path = self.path(device, other);
+            path.is_some_and(|path| matches!(path.distance, Distance::Pix | Distance::Pxb))
+        };
+        let mut direct = self.devices().filter(|other| other.is_data_direct());
+        let direct = direct.find(|other| gpu.has_c2c() && beside(other.bus_id));
+        if let Some(direct) = direct.filter(|direct| direct.vendor == card.vendor && !beside(nic)) {
+            let what = format!(
+                "the Data Direct function {} is below the PCIe switch of {device}, and \
+                 registrations with {nic} do not use it",
+                direct.bus_id
+            );
+            add("data-direct", what, DATA_DIRECT);
+        }
         // A driver that exports dma-bufs needs no peer-memory module.
         let closed = gpu.driver.as_deref().and_then(|driver| self.kernel.without_dma_buf(driver));
         if let Some(closed) = closed.filter(|_| self.kernel.peer_memory().next().is_none()) {
             let what = format!("{closed}, and no peer-memory module is loaded");
             add("peer-memory", what, PEER_MEMORY);
+        }
+        if gpu.is_integrated() {
+            let what = format!(
+                "{device} uses the CPU's memory, and its driver opens none of it to NICs (no \
+                 GPUDirect RDMA)"
+            );
+            add("integrated", what, INTEGRATED);
         }
         found
     }

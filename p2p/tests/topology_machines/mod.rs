@@ -3,6 +3,7 @@
 //! recording has none of them.
 
 use std::{
+    collections::BTreeMap,
     fs,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
@@ -82,6 +83,8 @@ struct Machine {
     /// bridge's.
     above: Vec<String>,
     numa: String,
+    /// The NUMA nodes by number. The CPUs of a node, or the node with CPUs to which it is attached.
+    nodes: BTreeMap<u32, Result<String, u32>>,
 }
 
 /// Creates the files of the machine that `name.txt` describes.
@@ -119,9 +122,16 @@ pub(crate) fn make(name: &str) -> Folder {
             }
             "groups" => machine.groups = Some(rest.to_owned()),
             "node" => {
-                folder
-                    .write(&format!("sys/devices/system/node/node{}/cpulist", words[1]), words[2]);
+                let node = words[1].parse().expect("a number");
+                machine.nodes.insert(node, Ok(words[2].to_owned()));
             }
+            "attached" => {
+                let (first, last) = words[1].split_once('-').expect("first-last");
+                let at = words[2].parse().expect("a number");
+                let (first, last): (u32, u32) = (first.parse().unwrap(), last.parse().unwrap());
+                machine.nodes.extend((first..=last).map(|node| (node, Err(at))));
+            }
+            "memory" => folder.write("sys/devices/system/node/has_memory", format!("{rest}\n")),
             "host" => {
                 machine.above = vec![format!("sys/devices/{}", words[1])];
                 machine.numa = words[2].strip_prefix("numa=").expect("numa=").to_owned();
@@ -132,6 +142,7 @@ pub(crate) fn make(name: &str) -> Folder {
             }
         }
     }
+    machine.write_nodes(&folder);
     folder
 }
 
@@ -140,6 +151,29 @@ fn up(folder: &str, to: &str) -> String {
 }
 
 impl Machine {
+    /// Writes the NUMA nodes. Machines with nodes without CPUs have distances, as Grace CPUs report
+    /// them.
+    fn write_nodes(&self, tree: &Folder) {
+        let has_distances = self.nodes.values().any(Result::is_err);
+        for (id, node) in &self.nodes {
+            let at = |file: &str| format!("sys/devices/system/node/node{id}/{file}");
+            tree.write(&at("cpulist"), format!("{}\n", node.as_deref().unwrap_or_default()));
+            let distance = |(other, to): (&u32, &Result<String, u32>)| match (node, to) {
+                _ if other == id => 10,
+                (Ok(_), Ok(_)) => 40,
+                (Err(at), Ok(_)) if at == other => 80,
+                (Ok(_), Err(at)) if at == id => 80,
+                (Ok(_), Err(_)) | (Err(_), Ok(_)) => 120,
+                (Err(_), Err(_)) => 255,
+            };
+            if has_distances {
+                let distances: Vec<_> =
+                    self.nodes.iter().map(|other| distance(other).to_string()).collect();
+                tree.write(&at("distance"), distances.join(" ") + "\n");
+            }
+        }
+    }
+
     fn function(&mut self, tree: &Folder, kind: &str, words: &[&str]) {
         let (id, class) = (words[0], words[2]);
         let (vendor, device) = words[1].split_once(':').expect("vendor:device");
@@ -184,7 +218,8 @@ impl Machine {
             tree.write(&format!("{rdma}/node_desc"), format!("gpu-node-17 {name}\n"));
             let layer = get("layer").unwrap_or("InfiniBand");
             tree.write(&format!("{rdma}/ports/1/link_layer"), format!("{layer}\n"));
-            tree.write(&format!("{rdma}/ports/1/state"), "4: ACTIVE\n");
+            let state = if words.contains(&"down") { "1: DOWN\n" } else { "4: ACTIVE\n" };
+            tree.write(&format!("{rdma}/ports/1/state"), state);
             let rate = get("rate").expect("rate=");
             tree.write(&format!("{rdma}/ports/1/rate"), format!("{rate} Gb/sec (4X)\n"));
             tree.write(&format!("{rdma}/ports/1/gids/0"), "fe80::a262:5500:03a1:420c\n");
