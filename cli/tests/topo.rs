@@ -152,8 +152,45 @@ fn obstacles_are_listed_with_their_remedies() {
 
 /// P2P-05
 #[test]
+fn coherent_links_and_memory_only_nodes_are_shown() {
+    for (name, words) in [
+        (
+            "gb200",
+            &[
+                "GPU NVIDIA 10de:2941, NVLink-C2C, BAR 256",
+                "NIC mlx5_4",
+                "PHB",
+                "memory-only NUMA nodes: 2, 10, 18, and 1 more",
+                "no port of mlx5_0 (0000:01:00.0) is active",
+                "the Data Direct function 0008:03:00.0",
+                "MLX5DV_REG_DMABUF_ACCESS_DATA_DIRECT",
+            ][..],
+        ),
+        ("gb10", &["10de:2e12, integrated", "no GPUDirect RDMA", "cuMemHostAlloc"]),
+    ] {
+        let output = hmem(&["topo", "--from", &recording(name)]);
+        let text = stdout(&output).split_whitespace().collect::<Vec<_>>().join(" ");
+        for word in words {
+            assert!(text.contains(word), "{word} is not in:\n{text}");
+        }
+    }
+    let gh200 = document("gh200");
+    let memory: Vec<_> = list(&gh200, "numa").iter().map(|node| &node["memory"]).collect();
+    assert_eq!(
+        (memory.len(), memory[..3].to_vec()),
+        (9, vec![&true.into(), &true.into(), &false.into()])
+    );
+    let functions = list(&gh200, "functions").iter();
+    let links = functions.filter_map(|function| function["coherent_link"].as_str());
+    assert_eq!(links.collect::<Vec<_>>(), ["NVLink-C2C"]);
+    let path = &list(&gh200, "paths")[0];
+    assert_eq!((&path["distance"], &path["hops"][1]), (&"PHB".into(), &"NVLink-C2C".into()));
+}
+
+/// P2P-05
+#[test]
 fn topo_json_matches_its_schema() {
-    for name in ["dgx-a100", "two-socket-acs", "laptop", "cloud-vm"] {
+    for name in ["dgx-a100", "two-socket-acs", "laptop", "cloud-vm", "gh200", "gb10"] {
         let document = document(name);
         schema::matches("topo", &document);
         for function in list(&document, "functions") {
