@@ -8,8 +8,18 @@ use hmem_p2p::topology::{BusId, Distance, Locality, NearestNics, Topology};
 use proptest::{prelude::*, sample};
 use topology_machines::recording;
 
-const MACHINES: [&str; 6] =
-    ["dgx-a100", "hgx-h100", "two-socket-acs", "switch-acs", "cloud-vm", "laptop"];
+const MACHINES: [&str; 10] = [
+    "dgx-a100",
+    "hgx-h100",
+    "two-socket-acs",
+    "switch-acs",
+    "cloud-vm",
+    "laptop",
+    "gh200",
+    "gb200",
+    "gb200-efa",
+    "gb10",
+];
 
 fn open(name: &str) -> Topology {
     Topology::open(recording(name)).unwrap_or_else(|error| panic!("{name}: {error}"))

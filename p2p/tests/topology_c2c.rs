@@ -200,7 +200,12 @@ fn a_data_direct_function_beside_the_gpu_is_found() {
 #[test]
 fn integrated_gpu_has_the_remedy_of_host_memory() {
     let gb10 = open("gb10");
-    let found = gb10.findings(id("000f:01:00.0"), bus_id(&gb10, "rocep1s0f0"), None);
+    let (gpu, nic) = (id("000f:01:00.0"), bus_id(&gb10, "rocep1s0f0"));
+    assert_eq!(gb10.path(gpu, nic).unwrap().distance, Distance::Phb);
+    let found = gb10.findings(gpu, nic, None);
+    let names: Vec<_> = found.iter().map(|finding| finding.name).collect();
+    assert_eq!(names, ["iommu", "integrated"]);
+    assert!(found[0].remedy.contains("iommu.passthrough=1"), "{found:?}");
     let found = found.iter().find(|finding| finding.name == "integrated").unwrap();
     assert!(found.what.contains("no GPUDirect RDMA"), "{found:?}");
     assert!(found.remedy.contains("cuMemHostAlloc"), "{found:?}");

@@ -121,7 +121,7 @@ fn facts(out: &mut dyn Write, topology: &Topology, style: Style) -> io::Result<(
     let memory_only: Vec<_> = memory_only.map(|node| node.id.to_string()).collect();
     if !memory_only.is_empty() {
         let text = format!(
-            "{}: memory of GPUs or CXL devices as host memory, without CPUs",
+            "{} (memory of GPUs or CXL devices that the kernel uses as host memory)",
             abbreviated(&memory_only)
         );
         style.item(out, "memory-only NUMA nodes:", &text)?;

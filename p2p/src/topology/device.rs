@@ -153,6 +153,12 @@ impl PciDevice {
         self.vendor == NVIDIA && self.device == 0x2e12
     }
 
+    /// Returns true if a coherent link joins the function and the CPU. The link takes the place of
+    /// the function's PCIe path.
+    pub(super) const fn is_coherent(&self) -> bool {
+        self.has_c2c() || self.is_integrated()
+    }
+
     /// Returns true if the function is the Data Direct function of a Mellanox NIC. The NIC sends
     /// transfers through it if the memory was registered with
     /// `MLX5DV_REG_DMABUF_ACCESS_DATA_DIRECT`.

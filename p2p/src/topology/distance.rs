@@ -123,8 +123,8 @@ pub struct PciPath {
 impl Topology {
     /// Returns the path between two functions, or `None` if one of them is not in the tree.
     ///
-    /// Between a device with NVLink-C2C and another function, the path leads over that link, unless
-    /// a PCIe switch or root port is above both.
+    /// Between a device with NVLink-C2C (GB10 included) and another function, the path leads over
+    /// that link, unless a PCIe switch or root port is above both.
     #[must_use]
     pub fn path(&self, from: BusId, to: BusId) -> Option<PciPath> {
         let (a, b) = (self.device(from)?, self.device(to)?);
@@ -143,15 +143,15 @@ impl Topology {
         };
         let (up, down) = (&a.bridges[shared..], &b.bridges[shared..]);
         let meeting = a.bridges[..shared].last().copied();
-        let by_c2c = meeting.is_none() && a.has_c2c() != b.has_c2c();
+        let by_c2c = meeting.is_none() && a.is_coherent() != b.is_coherent();
         let (distance, numa_unknown) = self.classify(a, b, meeting, up, down);
         let distance = if by_c2c && distance == Distance::Node { Distance::Phb } else { distance };
         let bridge = |id: &BusId| {
             Hop::Bridge(*id, self.device(*id).map_or(Port::Bridge, |bridge| bridge.port))
         };
-        // The link of a device with NVLink-C2C takes the place of its bridges and host bridge.
+        // NVLink-C2C takes the place of the device's bridges and host bridge.
         let side = |end: &PciDevice, bridges: &[BusId]| -> Vec<Hop> {
-            if by_c2c && end.has_c2c() {
+            if by_c2c && end.is_coherent() {
                 return vec![Hop::C2c];
             }
             let host = meeting.is_none().then_some(Hop::HostBridge(end.root));

@@ -20,6 +20,7 @@ const ACS: &str = "turn off ACS redirection on these ports, in firmware or with 
                    devices are trusted; or turn on ATS in the NIC";
 const ACS_UNKNOWN: &str = "run the command as root (CAP_SYS_ADMIN) to read ACS";
 const IOMMU: &str = "boot with iommu=pt, so that the IOMMU does not translate";
+const IOMMU_ARM: &str = "boot with iommu.passthrough=1, so that the IOMMU does not translate";
 const BAR: &str = "turn on Above 4G Decoding and Resizable BAR in firmware, or choose a device \
                    whose whole memory can be mapped";
 const LINK: &str =
@@ -76,7 +77,8 @@ impl Topology {
         if let Some(kind) = translated(card.iommu_group) {
             let what =
                 format!("the IOMMU translates the addresses of {nic} (its group has type {kind})");
-            add("iommu", what, IOMMU);
+            // The CPUs of devices with NVLink-C2C are of the Arm architecture.
+            add("iommu", what, if gpu.is_coherent() { IOMMU_ARM } else { IOMMU });
         }
         let bar = gpu.largest_bar();
         if let Some(memory) = memory.filter(|memory| bar < *memory) {
