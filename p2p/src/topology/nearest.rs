@@ -130,8 +130,8 @@ impl Topology {
     /// [`nics_by_distance`](Self::nics_by_distance). Host memory has the distance `NODE` to the
     /// NICs of its NUMA node, and `SYS` to others. On a machine with one node, the distance is
     /// always `NODE`. Nodes without CPUs do not count, and memory of such a node has the distances
-    /// of the nearest node with CPUs. A NIC at an unknown distance comes after all others: it has no PCI address,
-    /// or is not in the tree.
+    /// of the nearest node with CPUs. A NIC at an unknown distance comes after all others: it has
+    /// no PCI address, or is not in the tree.
     ///
     /// Equally near NICs are ordered by the number of other accelerators for which they are the
     /// only nearest NIC, smallest first. NICs that are equal in this too have the order of `nics`,
