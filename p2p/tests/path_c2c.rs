@@ -88,6 +88,7 @@ fn each_nic_has_the_mapping_that_leads_to_the_device() {
 }
 
 /// HM-09: a NIC does not share exports of a mapping that does not lead to the device from there.
+/// Without a probe, in the first round, no decision is remembered.
 #[test]
 fn nics_of_one_batch_have_their_own_mappings() {
     let machine = Machine::gb200_efa(OPEN);
@@ -97,13 +98,26 @@ fn nics_of_one_batch_have_their_own_mappings() {
             "efa_0" => DmaBufMapping::Pcie,
             _ => DmaBufMapping::Default,
         });
-        for _ in 0..2 {
+        for probed in [false, true, true] {
             let buffer = machine.bench.buffer(PAGE);
+            if !probed {
+                for nth in 1..=2 {
+                    machine.bench.device.faults().fail_nth(
+                        DeviceCall::CreateMemory,
+                        nth,
+                        Errno(12),
+                    );
+                }
+            }
             let domains: Vec<_> = domains.iter().collect();
             let batch = Batch::on(&domains).add(Request::new(buffer, REMOTE)).register().unwrap();
             let mappings = batch.regions().iter().map(|region| region.decision().unwrap().mapping);
             assert_eq!(mappings.collect::<Vec<_>>(), expected);
             drop(batch.close().map_err(hmem_core::Error::from).unwrap());
+            machine.bench.device.faults().clear();
+            if !probed {
+                machine.bench.paths.forget();
+            }
         }
         machine.bench.paths.forget();
     }
