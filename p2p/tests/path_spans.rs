@@ -3,7 +3,6 @@
 //! used, and the reason.
 
 mod path_support;
-#[allow(dead_code, reason = "other tests use the rest of it")]
 #[path = "../../provider-verbs/tests/fake/mod.rs"]
 mod verbs_fake;
 
