@@ -1,12 +1,18 @@
 //! Patches for aarch64. The jump is a `b` instruction, which reaches 128 MiB and replaces one
-//! 4-byte instruction. Tested under qemu-user, not yet on hardware.
+//! 4-byte instruction. Tested in emulated machines, not yet on hardware.
 //!
 //! glibc's wrappers are a few register moves and then `svc #0`. The patch replaces the `svc`: the
 //! architecture allows replacing `SVC` by `B` while other processors run the instruction (Arm ARM
-//! B2.2.5), and does not allow replacing a `mov`. `mremap` is compiled C with a frame. There the
-//! patch replaces the first instruction, `stp x29, x30, [sp, #-n]!`. The architecture does not
-//! define the result for a processor that runs this instruction at the moment of the patch.
-//! Implementations run either the old or the new instruction.
+//! B2.2.5), and does not allow replacing a `mov`. `mremap` is compiled C with a stack frame. There
+//! the patch replaces the instruction that makes the frame: `stp x29, x30, [sp, #-n]!`, or
+//! `sub sp, sp, #n`. The architecture does not define the result for a processor that runs this
+//! instruction at the moment of the patch. Implementations run either the old or the new
+//! instruction.
+//!
+//! A library with branch protection begins its functions with `bti c` or `paciasp`. Indirect calls
+//! may only arrive at such an instruction, so the patch never replaces it. `paciasp` signs the
+//! return address, and the hook must find the address unsigned: the trampoline removes the
+//! signature with `autiasp` before it jumps to the hook. The copy in the trampoline signs again.
 
 #![allow(unsafe_code, reason = "reads and writes machine code")]
 
@@ -22,6 +28,8 @@ use super::entry::{ENTRY_LEN, PatchObstacle, PatchPoint, Relative};
 pub(super) const REACH: u64 = (1 << 27) - (1 << 20);
 
 const SVC_0: u32 = 0xd400_0001;
+const PACIASP: u32 = 0xd503_233f;
+const AUTIASP: u32 = 0xd503_23bf;
 
 fn word(code: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([code[at], code[at + 1], code[at + 2], code[at + 3]])
@@ -39,8 +47,8 @@ enum KnownInstruction {
 
 fn known(instruction: u32) -> Option<KnownInstruction> {
     match instruction {
-        // nop; bti c
-        0xd503_201f | 0xd503_245f => Some(KnownInstruction::Copied),
+        // nop; bti c; paciasp, which `decode` undoes before the hook
+        0xd503_201f | 0xd503_245f | PACIASP => Some(KnownInstruction::Copied),
         // mov x8, #imm16
         _ if instruction & 0xffe0_001f == 0xd280_0008 => {
             Some(KnownInstruction::MovX8(i64::from(instruction >> 5 & 0xffff)))
@@ -67,6 +75,12 @@ fn is_jump(instruction: u32) -> bool {
     instruction & 0x7c00_0000 == 0x1400_0000 || instruction & 0xff00_001e == 0x5800_0010
 }
 
+/// Returns true for the instructions that make a stack frame: `stp x29, x30, [sp, #-n]!` and
+/// `sub sp, sp, #n`.
+fn makes_frame(instruction: u32) -> bool {
+    instruction & 0xffe0_7fff == 0xa9a0_7bfd || instruction & 0xff80_03ff == 0xd100_03ff
+}
+
 /// Finds the instruction that a patch can replace in `code`, the first bytes of a function. If `nr`
 /// is set, fails if an instruction before that one loads the number of another system call.
 pub(super) fn decode(
@@ -74,19 +88,17 @@ pub(super) fn decode(
     code: &[u8; ENTRY_LEN],
     nr: Option<i64>,
 ) -> Result<PatchPoint, PatchObstacle> {
-    let mut skipped = Vec::new();
+    let (mut undo, mut skipped) = (Vec::new(), Vec::new());
     for at in (0..ENTRY_LEN).step_by(4) {
         let instruction = word(code, at);
         if is_jump(instruction) {
             return Err(PatchObstacle::Jump);
         }
         let copied = &code[at..at + 4];
-        // stp x29, x30, [sp, #-n]!
-        let makes_frame = instruction & 0xffe0_7fff == 0xa9a0_7bfd;
-        if instruction == SVC_0 || at == 0 && makes_frame {
+        if instruction == SVC_0 || makes_frame(instruction) {
             skipped.extend_from_slice(copied);
-            let (undo, relative) = (Vec::new(), Vec::new());
-            return Ok(PatchPoint { at, undo, skipped, relative, resume: at + 4 });
+            let resume = at + 4;
+            return Ok(PatchPoint { at, undo, skipped, relative: Vec::new(), resume });
         }
         match known(instruction).ok_or(PatchObstacle::Unknown(at))? {
             KnownInstruction::MovX8(called) if nr.is_some_and(|nr| called != nr) => {
@@ -96,6 +108,9 @@ pub(super) fn decode(
                 skipped.extend_from_slice(copied)
             }
             KnownInstruction::Branch => {}
+        }
+        if instruction == PACIASP {
+            undo.extend_from_slice(&AUTIASP.to_le_bytes());
         }
     }
     Err(PatchObstacle::NoRoom)
@@ -261,9 +276,21 @@ mod tests {
         // The entry of `brk`.
         let point = decode(0, &entry(&[0xaa00_03e1, 0xd280_1ac8, SVC_0]), Some(214)).unwrap();
         assert_eq!((point.at, point.resume), (8, 12));
-        // The entry of `mremap`.
-        let point = decode(0, &entry(&[0xa9bb_7bfd, 0xf000_05a5]), Some(216)).unwrap();
-        assert_eq!((point.at, point.resume, point.skipped.len()), (0, 4, 4));
+        // The entry of `mremap` in cross libraries, and in Debian 12.
+        for frame in [0xa9bb_7bfd, 0xd101_43ff] {
+            let point = decode(0, &entry(&[frame, 0xf000_05a5]), Some(216)).unwrap();
+            assert_eq!((point.at, point.resume, point.skipped.len()), (0, 4, 4));
+        }
+    }
+
+    #[test]
+    fn instruction_at_which_indirect_calls_arrive_stays() {
+        let bti = decode(0, &entry(&[0xd503_245f, 0xd280_1ae8, SVC_0]), Some(215)).unwrap();
+        assert_eq!((bti.at, bti.undo.len(), bti.skipped.len()), (8, 0, 12));
+        // The entry of `mremap` in Debian 13: paciasp; sub sp, sp, #0x50.
+        let signed = decode(0, &entry(&[PACIASP, 0xd101_43ff, 0xf000_0585]), Some(216)).unwrap();
+        assert_eq!((signed.at, signed.resume, signed.skipped.len()), (4, 8, 8));
+        assert_eq!(signed.undo, AUTIASP.to_le_bytes());
     }
 
     #[test]
@@ -272,8 +299,9 @@ mod tests {
             decode(0, &entry(&[0xd280_1ae8, SVC_0]), Some(216)),
             Err(PatchObstacle::OtherCall(215))
         );
+        // str x19, [sp, #-32]!
         assert_eq!(
-            decode(0, &entry(&[0xd503_233f, 0xa9bb_7bfd]), Some(216)),
+            decode(0, &entry(&[0xf81e_0ff3, 0xa9bb_7bfd]), Some(216)),
             Err(PatchObstacle::Unknown(0))
         );
         assert_eq!(decode(0, &entry(&[0x1400_0010]), Some(215)), Err(PatchObstacle::Jump));
