@@ -6,12 +6,9 @@ use hmem::{Access, Decision, DeviceId, Error, ErrorKind, Iface, Memory, Result, 
 
 use crate::machine::{Machine, ProviderNic, allocate};
 
-/// Bytes to register: the smallest page size.
-const PAGE: u64 = 4096;
-
 /// Registers a page of host memory and returns the path decision.
 pub(crate) fn host(machine: &Machine, nic: &ProviderNic) -> Result<Arc<Decision>> {
-    register(machine, nic, vec![0u8; PAGE as usize])
+    register(machine, nic, vec![0u8; rustix::param::page_size()])
 }
 
 /// Registers a page of device memory and returns the path decision.
@@ -27,7 +24,7 @@ pub(crate) fn device(
             .device(device)
             .remedy("choose another iface: this one cannot allocate memory to test with"));
     }
-    register(machine, nic, allocate(iface, Some(device), PAGE)?)
+    register(machine, nic, allocate(iface, Some(device), rustix::param::page_size() as u64)?)
 }
 
 /// Registers memory, returns the path decision, and frees the memory.

@@ -257,14 +257,12 @@ impl Registry {
     }
 }
 
-/// The smallest page size in bytes. No page has both host memory and device memory.
-const PAGE: u64 = 4096;
-
 /// Returns the last address of a range, or `None` if the last address lies in the page of the
-/// first.
+/// first. No page has both host memory and device memory.
 fn last_in_another_page(range: AddressRange) -> Option<Address> {
+    let page = rustix::param::page_size() as u64;
     let (first, last) = (range.start().0, range.start().0 + range.len().saturating_sub(1));
-    (first / PAGE != last / PAGE).then_some(Address(last))
+    (first / page != last / page).then_some(Address(last))
 }
 
 impl fmt::Debug for Registry {

@@ -104,10 +104,6 @@ mod tests {
     use super::*;
 
     #[test]
-    #[cfg_attr(
-        target_arch = "aarch64",
-        ignore = "qemu-user accepts MADV_WIPEONFORK and ignores it"
-    )]
     fn a_forked_child_finds_zeroes_and_the_parent_keeps_its_value() {
         let wiped = WipedOnFork::<AtomicU64>::new().unwrap();
         wiped.store(7, Ordering::Relaxed);

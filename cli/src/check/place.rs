@@ -11,9 +11,7 @@ use std::{
 
 use hmem::{Address, AddressRange, Error, ErrorKind, Result, system::monitor::ImportMonitor};
 use hmem_conformance::stale::ReusableMemory;
-
-/// Size of the page that is freed and allocated again, in bytes. It is the smallest page size.
-const LEN: u64 = 4096;
+use rustix::param::page_size;
 
 /// One host page, mapped with `mmap`.
 #[derive(Debug)]
@@ -39,14 +37,14 @@ impl HostPage {
         match round % 4 {
             0 => {
                 // SAFETY: this value mapped the page and makes no reference into it.
-                done("munmap", unsafe { libc::munmap(self.at, LEN as usize) })?;
+                done("munmap", unsafe { libc::munmap(self.at, page_size()) })?;
                 let at = std::mem::replace(&mut self.at, ptr::null_mut());
                 self.at = map_again(at)?;
             }
             1 => self.at = map(self.at, OWN | libc::MAP_FIXED)?,
             // SAFETY: this value mapped the page and makes no reference into it.
             2 => done("madvise", unsafe {
-                libc::madvise(self.at, LEN as usize, libc::MADV_DONTNEED)
+                libc::madvise(self.at, page_size(), libc::MADV_DONTNEED)
             })?,
             _ => {
                 let elsewhere = map(ptr::null_mut(), OWN)?;
@@ -54,14 +52,14 @@ impl HostPage {
                 // at `elsewhere` is replaced here and unmapped below.
                 let moved = unsafe {
                     let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-                    libc::mremap(self.at, LEN as usize, LEN as usize, how, elsewhere)
+                    libc::mremap(self.at, page_size(), page_size(), how, elsewhere)
                 };
                 let last = io::Error::last_os_error();
                 let moved_from = (moved != libc::MAP_FAILED)
                     .then(|| std::mem::replace(&mut self.at, ptr::null_mut()));
                 // SAFETY: this value mapped the page at `elsewhere`, whether or not it was
                 // replaced, and makes no reference into it.
-                done("munmap", unsafe { libc::munmap(elsewhere, LEN as usize) })?;
+                done("munmap", unsafe { libc::munmap(elsewhere, page_size()) })?;
                 self.at = map_again(moved_from.ok_or_else(|| refused("mremap", &last))?)?;
             }
         }
@@ -80,7 +78,7 @@ fn map_again(at: *mut libc::c_void) -> Result<*mut libc::c_void> {
 fn map(at: *mut libc::c_void, flags: i32) -> Result<*mut libc::c_void> {
     // SAFETY: the kernel chooses a free address; or `MAP_FIXED_NOREPLACE` replaces nothing; or the
     // caller owns the page that `MAP_FIXED` replaces.
-    let mapped = unsafe { libc::mmap(at, LEN as usize, RW, flags, -1, 0) };
+    let mapped = unsafe { libc::mmap(at, page_size(), RW, flags, -1, 0) };
     if mapped == libc::MAP_FAILED {
         return Err(refused("mmap", &io::Error::last_os_error()));
     }
@@ -97,7 +95,7 @@ fn refused(call: &'static str, why: &io::Error) -> Error {
 
 impl ReusableMemory for HostPage {
     fn range(&self) -> Result<AddressRange> {
-        AddressRange::new(Address::of_ptr(self.at), LEN)
+        AddressRange::new(Address::of_ptr(self.at), page_size() as u64)
     }
 
     fn renew(&mut self, round: u64) -> Result<()> {
@@ -111,7 +109,7 @@ impl ReusableMemory for HostPage {
     }
 
     fn write(&self, from: &[u8]) -> Result<()> {
-        assert!(from.len() as u64 <= LEN);
+        assert!(from.len() <= page_size());
         // SAFETY: the page is mapped and longer than `from`, as asserted. The caller has ended all
         // transfers, so that nothing else accesses it.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), self.at.cast(), from.len()) };
@@ -119,7 +117,7 @@ impl ReusableMemory for HostPage {
     }
 
     fn read(&self, into: &mut [u8]) -> Result<()> {
-        assert!(into.len() as u64 <= LEN);
+        assert!(into.len() <= page_size());
         // SAFETY: the page is mapped and longer than `into`, as asserted. The caller has ended all
         // transfers, so that nothing else writes it.
         unsafe { ptr::copy_nonoverlapping(self.at.cast(), into.as_mut_ptr(), into.len()) };
@@ -133,7 +131,7 @@ impl Drop for HostPage {
             return;
         }
         // SAFETY: this value mapped the page and makes no reference into it.
-        if let Err(error) = done("munmap", unsafe { libc::munmap(self.at, LEN as usize) }) {
+        if let Err(error) = done("munmap", unsafe { libc::munmap(self.at, page_size()) }) {
             tracing::error!(%error, "cannot unmap a page of a check");
         }
     }

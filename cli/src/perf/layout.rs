@@ -7,7 +7,9 @@ use crate::{args::PerfOp, check::pattern};
 /// Maximum total length of the slots, unless there is only one slot. Such slots fit into the caches
 /// of a processor, as the buffers of a typical application do.
 const BUDGET: u64 = 4 << 20;
-const PAGE: u64 = 4096;
+/// Transfers of at least this length in bytes begin at multiples of it, on machines of every page
+/// size, so that both ends compute the same offsets.
+const BLOCK: u64 = 4096;
 /// Length of a cache line.
 const LINE: u64 = 64;
 /// The addend of each fetch-add.
@@ -33,7 +35,7 @@ impl Layout {
         // A receive is posted before the length of its message is known, so each slot fits the
         // largest message.
         let room = if op == PerfOp::Send { largest } else { size };
-        let stride = room.next_multiple_of(if room < PAGE { LINE } else { PAGE });
+        let stride = room.next_multiple_of(if room < BLOCK { LINE } else { BLOCK });
         Self { size, slots: (BUDGET / stride).clamp(1, u64::from(depth)), stride }
     }
 

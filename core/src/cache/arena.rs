@@ -28,11 +28,14 @@ mod mapped {
     };
 
     use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mprotect};
+    use rustix::param::page_size;
 
     use super::Zeroed;
     use crate::{Error, Mapping, Result};
 
-    const PAGE: usize = 4096;
+    /// The accessible bytes grow by multiples of this number, which is a multiple of every page size
+    /// (4, 16 and 64 KiB).
+    const GROWTH: usize = 64 << 10;
 
     /// An arena with a fixed capacity. Users of the arena treat index 0 as "none".
     pub(in crate::cache) struct Arena<T> {
@@ -57,7 +60,7 @@ mod mapped {
     impl<T: Zeroed> Arena<T> {
         /// Reserves addresses for the indices 0 ("none") to `count`.
         pub(in crate::cache) fn reserve(count: usize) -> Result<Self> {
-            let reserved = ((count + 1) * size_of::<T>()).next_multiple_of(PAGE);
+            let reserved = ((count + 1) * size_of::<T>()).next_multiple_of(page_size());
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
             let mapping =
                 Mapping::anonymous(reserved, ProtFlags::empty(), flags).map_err(|errno| {
@@ -88,7 +91,7 @@ mod mapped {
                 return true;
             }
             let wanted =
-                needed.max(usable + usable / 4).next_multiple_of(PAGE * 16).min(self.mapping.len());
+                needed.max(usable + usable / 4).next_multiple_of(GROWTH).min(self.mapping.len());
             if wanted < needed {
                 return false;
             }

@@ -194,10 +194,11 @@ impl<S: CacheBackend> CacheCore<S> {
 }
 
 /// Returns the first and last address of the pages that contain a byte of a range, or of the page
-/// in which an empty range starts.
+/// in which an empty range starts. The kernel frees whole pages, of the size that this machine has.
 fn whole_pages(range: AddressRange) -> (u64, u64) {
+    let within = rustix::param::page_size() as u64 - 1;
     let last = range.start().0.saturating_add(range.len().saturating_sub(1));
-    (range.start().0 & !0xfff, last | 0xfff)
+    (range.start().0 & !within, last | within)
 }
 
 impl<S: CacheBackend> Invalidator for CacheCore<S> {

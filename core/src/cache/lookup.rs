@@ -55,7 +55,7 @@ impl<S: CacheBackend> CacheCore<S> {
         // Many applications use one buffer again and again, so the last entry is tried first.
         let last = slot.last_found.load(Ordering::Relaxed);
         let entry = self.index.entries.at(last);
-        if entry.starts_in_same_page(key) {
+        if entry.starts_in_same_granule(key) {
             return self.lookup_last_found(slot, last, entry, key);
         }
         let index = self.index.find(key);

@@ -9,9 +9,10 @@ const CHUNKS: u64 = 16;
 const SHORTEST: u64 = 128 << 10;
 /// Maximum length in bytes of a remainder that gets no chunk of its own.
 const WORTHLESS: u64 = SHORTEST / 2;
-/// Chunk lengths are multiples of this number of bytes. The last chunk and chunks limited by the
-/// length of a buffer are exceptions.
-const ALIGN: u64 = 4096;
+/// Chunk lengths are multiples of this number of bytes, the largest MTU of InfiniBand, so that only
+/// the last packet of a message is short. The last chunk and chunks limited by the length of a
+/// buffer are exceptions.
+const MTU: u64 = 4096;
 
 /// Lengths of the chunks into which a message is divided.
 ///
@@ -31,7 +32,7 @@ impl ChunkPlan {
     /// Divides a message of `len` bytes into chunks of at most `slot_len` bytes, the length of a
     /// staging buffer.
     pub fn chunks(len: u64, slot_len: u64) -> Self {
-        let even = len.div_ceil(CHUNKS).next_multiple_of(ALIGN);
+        let even = len.div_ceil(CHUNKS).next_multiple_of(MTU);
         let longest = even.max(SHORTEST + WORTHLESS);
         Self { len, shortest: SHORTEST.min(slot_len), longest: longest.min(slot_len) }
     }
@@ -47,9 +48,9 @@ impl ChunkPlan {
         let even = if left <= self.shortest + WORTHLESS {
             // If the rest does not fit one buffer, it becomes two chunks of about equal length, so
             // that no tiny chunk remains.
-            if left <= self.longest { left } else { left.div_ceil(2).next_multiple_of(ALIGN) }
+            if left <= self.longest { left } else { left.div_ceil(2).next_multiple_of(MTU) }
         } else {
-            at.min(left / 2).max(self.shortest).next_multiple_of(ALIGN)
+            at.min(left / 2).max(self.shortest).next_multiple_of(MTU)
         };
         even.min(self.longest).min(left)
     }
@@ -110,8 +111,8 @@ mod tests {
             for part in &lengths {
                 // Except for rounding, the chunks before `part` are together at least as long as
                 // `part`. The chunks after `part` are also together at least as long.
-                prop_assert!(*part <= ends.max(at + ALIGN));
-                prop_assert!(*part <= ends.max(len - at - part + 2 * ALIGN));
+                prop_assert!(*part <= ends.max(at + MTU));
+                prop_assert!(*part <= ends.max(len - at - part + 2 * MTU));
                 at += part;
             }
         }

@@ -10,7 +10,8 @@ use std::ptr;
 use hmem_core::{Error, Mapping, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise};
 
-/// Size of a huge page in bytes: the default of x86-64, and of arm64 with 4 KiB pages.
+/// Size of a huge page in bytes. Kernels for x86-64 have it, and those for arm64 with pages of 4, 16
+/// and 64 KiB. The default size of huge pages differs among them.
 const HUGE_PAGE: usize = 2 << 20;
 
 /// Maps at least `len` bytes and writes to each page. Uses memory of NUMA node `node`, if it is
@@ -21,7 +22,7 @@ pub(super) fn map(len: usize, node: Option<u32>) -> Result<Mapping> {
     };
     let is_long = len >= HUGE_PAGE;
     let whole = len.next_multiple_of(HUGE_PAGE);
-    let huge = if is_long { map(whole, MapFlags::HUGETLB).ok() } else { None };
+    let huge = if is_long { map(whole, MapFlags::HUGETLB | MapFlags::HUGE_2MB).ok() } else { None };
     // The mapping with HUGETLB fails if too few huge pages are reserved. The kernel may still back
     // ordinary pages with huge ones.
     let huge_wanted = is_long && huge.is_none();

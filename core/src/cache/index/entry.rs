@@ -12,7 +12,8 @@ use super::super::{
     sync::{self, AtomicU32, AtomicU64, Ordering},
 };
 
-const PAGE: u64 = 4096;
+/// The number of bytes that a slot of a leaf node covers, on machines of every page size.
+const GRANULE: u64 = 4096;
 
 /// The flags of an entry's state word, in its low 8 bits. The bits from [`state::GENERATION`] up
 /// hold a counter, the generation, which increments when the entry is freed.
@@ -149,14 +150,14 @@ impl<S: CacheBackend> Entry<S> {
         Self::holding(MaybeUninit::new(region))
     }
 
-    /// Returns whether the entry and the key start in the same page. The result is only a hint,
+    /// Returns whether the entry and the key start in the same granule. The result is only a hint,
     /// because another thread may reuse the entry at any time.
     ///
     /// This test needs one branch. A comparison of whole ranges needs two, which the processor
     /// mispredicts if lookups are random.
     #[inline(always)]
-    pub(in crate::cache) fn starts_in_same_page(&self, key: &Key) -> bool {
-        self.start.load(Ordering::Relaxed) ^ key.start < PAGE
+    pub(in crate::cache) fn starts_in_same_granule(&self, key: &Key) -> bool {
+        self.start.load(Ordering::Relaxed) ^ key.start < GRANULE
     }
 
     /// Compares like [`Entry::covers`], with plain loads instead of atomic ones.
