@@ -51,7 +51,6 @@ const REGISTER_SYNC_CORE: u64 = 1 << 6;
 /// MON-03: All processors serialise after the trampolines are written and before a jump leads to
 /// them, after the jumps are written, and after they are removed.
 #[test]
-#[cfg_attr(target_arch = "aarch64", ignore = "qemu-user has no seccomp filters")]
 fn processors_refetch_code_after_patch_and_unpatch() {
     let unpatched = code();
     let mut calls = Vec::new();

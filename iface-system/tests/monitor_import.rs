@@ -114,7 +114,6 @@ fn panic_during_a_change_ends_the_change() {
 
 /// MON-06
 #[test]
-#[cfg_attr(target_arch = "aarch64", ignore = "qemu-user accepts MADV_WIPEONFORK but does nothing")]
 fn import_notifies_no_subscriber_in_a_forked_child() {
     let calls = Arc::new(CallRecorder::default());
     let monitor = ImportMonitor::new(Arc::<CallRecorder>::clone(&calls)).unwrap();
@@ -137,7 +136,6 @@ fn import_notifies_no_subscriber_in_a_forked_child() {
 
 /// MON-06
 #[test]
-#[cfg_attr(target_arch = "aarch64", ignore = "qemu-user accepts MADV_WIPEONFORK but does nothing")]
 fn child_forked_during_a_change_survives() {
     let monitor = ImportMonitor::new(Arc::new(CallRecorder::default())).unwrap();
     let recorder = Recorder::new();

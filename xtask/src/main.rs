@@ -36,12 +36,6 @@ const TSAN: &[(&str, &str)] = &[
     ("TSAN_OPTIONS", "suppressions={root}/core/tests/thread_sanitizer.supp"),
 ];
 
-const AARCH64: &[(&str, &str)] = &[
-    ("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER", "aarch64-linux-gnu-gcc"),
-    ("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER", "qemu-aarch64 -L /usr/aarch64-linux-gnu"),
-    ("HMEM_TEST_RUNNER", "qemu-aarch64 -L /usr/aarch64-linux-gnu"),
-];
-
 /// Environment of the check for aarch64, which denies warnings. A check links nothing, so the C
 /// code of a dev-dependency (criterion's alloca) is not needed: `true` replaces the C compiler.
 const CHECK_AARCH64: &[(&str, &str)] = &[
@@ -194,23 +188,30 @@ const TASKS: &[Task] = &[
     },
     Task {
         name: "aarch64",
-        about: "the function patches of aarch64, under qemu-user",
-        steps: &[Step {
-            environment: AARCH64,
-            command: &[
-                "cargo",
-                "test",
-                "-p",
-                "hmem-hook",
-                "-p",
-                "hmem-iface-system",
-                "--target",
-                "aarch64-unknown-linux-gnu",
-                "--lib",
-                "--test",
-                "memhooks",
-            ],
-        }],
+        about: "all tests in an emulated aarch64 machine, with pages of 4 and then 16 KiB",
+        steps: &[
+            step(&["tests/vm/run", "--target", "aarch64", "--workspace"]),
+            step(&["tests/vm/run", "--target", "aarch64", "--workspace", "--pages", "16"]),
+        ],
+    },
+    Task {
+        name: "aarch64-64k",
+        about: "all tests in an emulated aarch64 machine with pages of 64 KiB, whose kernel is built",
+        steps: &[step(&["tests/vm/run", "--target", "aarch64", "--workspace", "--pages", "64"])],
+    },
+    Task {
+        name: "aarch64-quick",
+        about: "CI's part of aarch64: hooks, monitors, cache and registrations, with pages of 16 KiB",
+        steps: &[step(&[
+            "tests/vm/run",
+            "--target",
+            "aarch64",
+            "--workspace",
+            "--pages",
+            "16",
+            "--only",
+            "hook-.*|iface-system-.*|core-.*|rules|cache_stale|conformance|rdma-.*",
+        ])],
     },
     Task {
         name: "check-aarch64",

@@ -23,24 +23,6 @@ pub type Case = (&'static str, fn(), bool);
 
 const CASE: &str = "HMEM_TEST_CASE";
 
-/// The environment variable with the emulator that runs a test binary of another architecture, for
-/// example `qemu-aarch64 -L <folder>`.
-const RUNNER: &str = "HMEM_TEST_RUNNER";
-
-/// Prefixes of the names of cases that fail under qemu-user, which runs the tests of aarch64.
-/// qemu-user ignores MADV_WIPEONFORK, has no userfaultfd, and itself allocates memory in the tested
-/// process.
-const NOT_UNDER_QEMU: &[&str] = &[
-    "unmaps_of_uncached_memory_cost_bounded_memory",
-    "child_forked_during_a_change_survives",
-    "dropped_monitor_blocks_no_thread_despite_a_child",
-    "a_forked_child_is_disarmed_and_the_parent_undisturbed",
-    "import_notifies_no_subscriber_in_a_forked_child",
-    "forks_while_other_threads_subscribe_do_not_deadlock",
-    "thread_inside_a_call_survives_patch_and_unpatch",
-    "subscribing_waits_for_a_change_in_flight",
-];
-
 /// The main function of a test binary: runs each case as a test in a new process.
 pub fn run(cases: &[Case]) -> ExitCode {
     if let Ok(name) = env::var(CASE) {
@@ -52,21 +34,9 @@ pub fn run(cases: &[Case]) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let trials = cases.iter().map(|&(name, _, slow)| {
-        let left_out = cfg!(target_arch = "aarch64")
-            && NOT_UNDER_QEMU.iter().any(|prefix| name.starts_with(prefix));
         Trial::test(name, move || {
             let own = env::current_exe().map_err(Failed::from)?;
-            let runner = env::var(RUNNER).unwrap_or_default();
-            let mut words = runner.split_whitespace();
-            let mut command = match words.next() {
-                None => Command::new(own),
-                Some(emulator) => {
-                    let mut command = Command::new(emulator);
-                    command.args(words).arg(own);
-                    command
-                }
-            };
-            let output = command.env(CASE, name).output().map_err(Failed::from)?;
+            let output = Command::new(own).env(CASE, name).output().map_err(Failed::from)?;
             if output.status.success() {
                 return Ok(());
             }
@@ -74,7 +44,7 @@ pub fn run(cases: &[Case]) -> ExitCode {
             Err(format!("{}\n{}{said}", output.status, String::from_utf8_lossy(&output.stdout))
                 .into())
         })
-        .with_ignored_flag(slow || left_out)
+        .with_ignored_flag(slow)
     });
     libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit_code()
 }

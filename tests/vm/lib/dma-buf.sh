@@ -52,7 +52,7 @@ unpack_kernel_sources() {
     if ! download "$folder.new/debs" "${packages[@]}"; then
         ((${#apt_lists[@]})) || use_lists_in_cache
         download "$folder.new/debs" "${packages[@]}" ||
-            no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$cache/apt/download.log")"
+            no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$apt/download.log")"
     fi
     for package in "$folder.new"/debs/*.deb; do
         dpkg-deb -x "$package" "$folder.new" || no_environment "cannot unpack $package"

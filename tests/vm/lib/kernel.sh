@@ -1,4 +1,4 @@
-# The distribution's kernel: the newest release of a series, the ELF image of its bzImage, and its
+# The distribution's kernel: the newest release of a series, the image that QEMU starts, and its
 # modules.
 
 # Prints the newest release of a series in the package lists, such as 6.12.117+deb12-amd64. The
@@ -6,7 +6,7 @@
 newest_release() {
     local series=${1//./\\.}
     apt_cache pkgnames linux- |
-        sed -nE "s/^linux-(image|binary|binary-unsigned)-($series\\.[0-9]+\\+deb[0-9]+-amd64)$/\\2/p" | sort -uV | tail -n1
+        sed -nE "s/^linux-(image|binary|binary-unsigned)-($series\\.[0-9]+\\+deb[0-9]+-$kernel_flavour)$/\\2/p" | sort -uV | tail -n1
 }
 
 has_package() { apt_cache show --no-all-versions "$1" >/dev/null 2>&1; }
@@ -22,11 +22,12 @@ packages_of_release() {
     echo "linux-image-$release"
 }
 
-# Sets kernel_release, and fills $cache/kernel/$kernel_release/{vmlinux,boot,lib/modules}.
+# Sets kernel_release, and fills $cache/kernel/$kernel_release/{image,boot,lib/modules}.
 prepare_kernel() {
-    local series=$1 resolved=$cache/kernel/newest-$1
+    local series=$1 resolved=$cache/kernel/newest-$1-$kernel_flavour
     mkdir -p "$cache/kernel"
-    if [[ $resolved -nt $fresh_after && -f $cache/kernel/$(<"$resolved")/vmlinux ]]; then
+    packages_for guest
+    if [[ $resolved -nt $fresh_after && -f $cache/kernel/$(<"$resolved")/image ]]; then
         kernel_release=$(<"$resolved")
         return
     fi
@@ -40,7 +41,7 @@ prepare_kernel() {
         kernel_release=$(<"$resolved")
     fi
     local folder=$cache/kernel/$kernel_release
-    if [[ ! -f $folder/vmlinux ]]; then
+    if [[ ! -f $folder/image ]]; then
         local packages
         read -ra packages < <(packages_of_release "$kernel_release")
         say "downloading ${packages[*]}"
@@ -48,7 +49,7 @@ prepare_kernel() {
         if ! download "$folder.new/debs" "${packages[@]}"; then
             [[ ${#apt_lists[@]} == 0 ]] && use_lists_in_cache
             download "$folder.new/debs" "${packages[@]}" ||
-                no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$cache/apt/download.log")"
+                no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$apt/download.log")"
         fi
         local package image
         for package in "$folder.new"/debs/*.deb; do
@@ -60,7 +61,12 @@ prepare_kernel() {
         [[ -d $folder.new/lib ]] || ln -s usr/lib "$folder.new/lib"
         image=$(find "$folder.new" -type f -name "vmlinuz*" | head -n1)
         [[ $image ]] || no_environment "no vmlinuz in ${packages[*]}"
-        extract_vmlinux "$image" "$folder.new/vmlinux"
+        # An image for aarch64 is started as it is.
+        if [[ $target == x86_64 ]]; then
+            extract_vmlinux "$image" "$folder.new/image"
+        else
+            cp "$image" "$folder.new/image"
+        fi
         mv "$folder.new" "$folder"
     fi
     echo "$kernel_release" >"$resolved"
@@ -130,7 +136,7 @@ copy_module() {
     fi
     file=$folder/.$name
     case $path in
-    *.xz) busybox unxz -c "$path" >"$file" ;;
+    *.xz) tool busybox unxz -c "$path" >"$file" ;;
     *.zst) tool zstd -dc "$path" >"$file" ;;
     *.gz) gzip -dc "$path" >"$file" ;;
     *) cp "$path" "$file" ;;

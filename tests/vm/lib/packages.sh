@@ -1,20 +1,33 @@
 # Distribution packages, which apt downloads and checks, and which are unpacked into the cache.
 # Nothing is installed. The machine's apt configuration is read, never written.
 
-# Packages of the guest's programs.
-guest_packages=(busybox-static libibverbs1 ibverbs-providers ibverbs-utils iproute2)
-unpacked=$cache/root
+# Packages of the guest's programs, and the libraries that tests are linked with.
+guest_packages=(busybox-static libibverbs1 ibverbs-providers ibverbs-utils iproute2 libc6 libgcc-s1)
+# Unpacked packages of this machine's architecture (tools), and of the guest's.
+tools=$cache/tools
+guest_files=$cache/guest-$debian
 
-# Options that select apt's package lists. Without any, apt reads the machine's own. The lists in
-# the cache are of the same archive, plus the suites with newer kernels.
-apt_lists=()
-
-apt_get() {
-    apt-get -q -o Debug::NoLocking=true -o APT::Sandbox::User=root -o APT::Install-Recommends=false \
-        -o Dir::Cache="$cache/apt" -o Dir::Cache::archives="$cache/apt/archives" "${apt_lists[@]}" "$@"
+# packages_for machine|guest: selects the packages that the functions below look up and download.
+# Those of the guest are of its architecture, and come with all dependencies, as for a machine on
+# which nothing is installed.
+packages_for() {
+    apt=$cache/apt apt_options=() apt_lists=()
+    if [[ $1 == guest ]]; then
+        apt=$cache/apt-$debian
+        apt_options=(-o APT::Architecture="$debian" -o APT::Architectures="$debian" -o Dir::State::status="$apt/status")
+    fi
+    mkdir -p "$apt"
+    : >"$apt/status"
 }
 
-apt_cache() { apt-cache -o Dir::Cache="$cache/apt" "${apt_lists[@]}" "$@"; }
+# apt_lists has options that select apt's package lists. Without any, apt reads the machine's own.
+# The lists in the cache are of the same archive, plus the suites with newer kernels.
+apt_get() {
+    apt-get -q -o Debug::NoLocking=true -o APT::Sandbox::User=root -o APT::Install-Recommends=false \
+        -o Dir::Cache="$apt" -o Dir::Cache::archives="$apt/archives" "${apt_options[@]}" "${apt_lists[@]}" "$@"
+}
+
+apt_cache() { apt-cache -o Dir::Cache="$apt" "${apt_options[@]}" "${apt_lists[@]}" "$@"; }
 
 use_lists_in_cache() {
     local codename archive
@@ -28,12 +41,12 @@ use_lists_in_cache() {
     {
         awk '{ print "deb", $0 }' <<<"$configured"
         printf 'deb %s %s main\n' "$archive" "$codename-backports" "$archive" trixie-backports
-    } | sort -u >"$cache/apt/sources.list"
-    mkdir -p "$cache/apt/lists/partial"
-    apt_lists=(-o Dir::Etc::sourcelist="$cache/apt/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State::lists="$cache/apt/lists")
+    } | sort -u >"$apt/sources.list"
+    mkdir -p "$apt/lists/partial"
+    apt_lists=(-o Dir::Etc::sourcelist="$apt/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State::lists="$apt/lists")
     say "updating the package lists in the cache"
-    apt_get update >"$cache/apt/update.log" 2>&1 ||
-        no_environment "apt-get update failed: $(grep -m1 '^[EW]:' "$cache/apt/update.log")"
+    apt_get update >"$apt/update.log" 2>&1 ||
+        no_environment "apt-get update failed: $(grep -m1 '^[EW]:' "$apt/update.log")"
 }
 
 # Downloads packages into a folder, installed or not.
@@ -41,61 +54,57 @@ download() {
     local folder=$1
     shift
     mkdir -p "$folder"
-    (cd "$folder" && apt_get download "$@") >"$cache/apt/download.log" 2>&1
+    (cd "$folder" && apt_get download "$@") >"$apt/download.log" 2>&1
 }
 
 # Downloads packages and their dependencies, without those that the machine has installed.
 download_closure() {
-    mkdir -p "$cache/apt/archives/partial"
-    apt_get --yes --download-only install "$@" >"$cache/apt/download.log" 2>&1
+    mkdir -p "$apt/archives/partial"
+    apt_get --yes --download-only install "$@" >"$apt/download.log" 2>&1
 }
 
-download_tools() {
-    rm -rf "$cache/apt/archives"
-    download_closure "$@" && download "$cache/apt/archives" "${guest_packages[@]}"
+# unpack FOLDER PACKAGE...: fills the folder with the packages and their dependencies. Does nothing
+# if that was done today.
+unpack() {
+    local folder=$1 package
+    shift
+    [[ $folder/.packages -nt $fresh_after && $(<"$folder/.packages") == "$*" ]] && return
+    say "downloading $*"
+    rm -rf "$apt/archives"
+    if ! download_closure "$@"; then
+        use_lists_in_cache
+        if ! download_closure "$@"; then
+            [[ -f $folder/.packages && $(<"$folder/.packages") == "$*" ]] && return
+            no_environment "cannot download $*: $(grep -m1 '^E:' "$apt/download.log")"
+        fi
+    fi
+    rm -rf "$folder.new"
+    mkdir -p "$folder.new"
+    for package in "$apt"/archives/*.deb; do
+        # The machine may have all of them installed.
+        [[ -e $package ]] || break
+        dpkg-deb -x "$package" "$folder.new" || no_environment "cannot unpack $package"
+    done
+    echo "$*" >"$folder.new/.packages"
+    rm -rf "$folder" "$apt/archives" && mv "$folder.new" "$folder"
 }
 
 prepare_tools() {
-    local packages=("${guest_packages[@]}") package
-    command -v qemu-system-x86_64 >/dev/null || packages+=(qemu-system-x86)
+    local packages=()
+    command -v "$qemu" >/dev/null || packages+=("$qemu_package")
+    command -v busybox >/dev/null || packages+=(busybox-static)
     command -v zstd >/dev/null || packages+=(zstd)
-    [[ $unpacked/.packages -nt $fresh_after && $(<"$unpacked/.packages") == "${packages[*]}" ]] && return
-
-    say "downloading ${packages[*]}"
-    if ! download_tools "${packages[@]}"; then
-        use_lists_in_cache
-        if ! download_tools "${packages[@]}"; then
-            [[ -f $unpacked/.packages && $(<"$unpacked/.packages") == "${packages[*]}" ]] && return
-            no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$cache/apt/download.log")"
-        fi
-    fi
-    rm -rf "$unpacked.new"
-    mkdir -p "$unpacked.new"
-    for package in "$cache"/apt/archives/*.deb; do
-        dpkg-deb -x "$package" "$unpacked.new" || no_environment "cannot unpack $package"
-    done
-    echo "${packages[*]}" >"$unpacked.new/.packages"
-    rm -rf "$unpacked" && mv "$unpacked.new" "$unpacked"
-    rm -rf "$cache/apt/archives"
+    packages_for machine
+    ((${#packages[@]} == 0)) || unpack "$tools" "${packages[@]}"
+    packages_for guest
+    unpack "$guest_files" "${guest_packages[@]}"
 }
 
-# Unpacks perftest and its libraries into a folder of their own: only measurements need them.
+# Unpacks perftest into a folder of its own: only measurements need it.
 prepare_perftest() {
-    local packages=(perftest libibumad3 librdmacm1 libpci3 zlib1g libudev1) package
-    perftest=$cache/perftest
-    [[ -d $perftest ]] && return
-    say "downloading ${packages[*]}"
-    if ! download "$cache/apt/perftest" "${packages[@]}"; then
-        use_lists_in_cache
-        download "$cache/apt/perftest" "${packages[@]}" ||
-            no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$cache/apt/download.log")"
-    fi
-    mkdir -p "$perftest.new"
-    for package in "$cache"/apt/perftest/*.deb; do
-        dpkg-deb -x "$package" "$perftest.new" || no_environment "cannot unpack $package"
-    done
-    rm -rf "$cache/apt/perftest"
-    mv "$perftest.new" "$perftest"
+    perftest=$cache/perftest-$debian
+    packages_for guest
+    unpack "$perftest" perftest
 }
 
 # Runs a tool of the machine, or else the unpacked one with the unpacked libraries.
@@ -107,19 +116,12 @@ tool() {
         return
     fi
     for place in usr/bin bin usr/sbin sbin; do
-        if [[ -x $unpacked/$place/$name ]]; then
-            LD_LIBRARY_PATH=$(unpacked_libraries) "$unpacked/$place/$name" "$@"
+        if [[ -x $tools/$place/$name ]]; then
+            LD_LIBRARY_PATH=$(tool_libraries) "$tools/$place/$name" "$@"
             return
         fi
     done
     no_environment "no $name"
 }
 
-unpacked_libraries() {
-    local folder
-    for folder in "$unpacked" ${perftest:+"$perftest"}; do
-        printf '%s:' "$folder/usr/lib/x86_64-linux-gnu" "$folder/lib/x86_64-linux-gnu"
-    done
-}
-
-busybox() { "$unpacked/bin/busybox" "$@"; }
+tool_libraries() { echo "$tools/usr/lib/$(uname -m)-linux-gnu:$tools/lib/$(uname -m)-linux-gnu"; }

@@ -1,27 +1,13 @@
 # The build tools of the crate sideway (tests/vm/sideway): cmake, and libclang with its headers.
 
 prepare_sideway() {
-    local packages=(cmake libclang1-14 libclang-common-14-dev) package
+    local packages=(cmake libclang1-14 libclang-common-14-dev) program
     for program in make gcc; do
         command -v $program >/dev/null || no_environment "--sideway needs $program on this machine"
     done
     sideway_tools=$cache/sideway
-    [[ -d $sideway_tools ]] && return
-    say "downloading ${packages[*]}"
-    rm -rf "$cache/apt/archives"
-    if ! download_closure "${packages[@]}"; then
-        use_lists_in_cache
-        download_closure "${packages[@]}" ||
-            no_environment "cannot download ${packages[*]}: $(grep -m1 '^E:' "$cache/apt/download.log")"
-    fi
-    mkdir -p "$sideway_tools.new"
-    for package in "$cache"/apt/archives/*.deb; do
-        # The machine may have all of them installed.
-        [[ -e $package ]] || break
-        dpkg-deb -x "$package" "$sideway_tools.new" || no_environment "cannot unpack $package"
-    done
-    rm -rf "$cache/apt/archives"
-    mv "$sideway_tools.new" "$sideway_tools"
+    packages_for machine
+    unpack "$sideway_tools" "${packages[@]}"
 }
 
 # Sets the environment of one build. Tools that were not downloaded are the machine's own.

@@ -2,9 +2,16 @@
 
 mark="@@hmem-vm-$$-$RANDOM@@"
 
+# Where cargo puts what it builds.
+cargo_folder=${CARGO_TARGET_DIR:-$repository/target}
+
 # Prints one line of arguments to `cargo test` (`cargo bench` with --bench) for each set of
-# binaries.
+# binaries. The first two lines with --workspace run as on a machine without RDMA devices.
 suite() {
+    if [[ $workspace ]]; then
+        echo "--workspace"
+        echo "--manifest-path tests/allocators/Cargo.toml"
+    fi
     if [[ $bench ]]; then
         echo "--package hmem-provider-verbs --bench verbs"
         echo "--package hmem-cli --bench perftest"
@@ -32,21 +39,26 @@ behaviour_arguments() {
     sed -n "s/^\([a-z0-9_]*\) | $class: .*/\1/p" "$repository/tests/skipped-verbs.txt" | sort -u | sed 's/^/--skip\n/'
 }
 
-# Sets test_binaries, and programs, which the tests start.
+# Builds the tests. Sets test_binaries, one line `RDMA<tab>FOLDER OF THE PACKAGE<tab>BINARY` each,
+# where RDMA is `devices` for tests that need RDMA devices and else `none`, and programs, which the
+# tests start.
 build_tests() {
-    local line arguments verb=test messages=$work/cargo.json
+    local line arguments devices verb=test messages=$work/cargo.json
     [[ ! $bench ]] || verb=bench
     test_binaries=() programs=()
     while IFS= read -r line; do
         read -ra arguments <<<"$line"
+        devices=devices
+        [[ $line != --workspace && $line != *allocators* ]] || devices=none
         say "building: cargo $verb ${arguments[*]}"
         (cd "$repository" && { [[ $line != *sideway* ]] || use_sideway_tools; } &&
             cargo $verb --quiet --no-run --message-format=json-render-diagnostics \
-            --target-dir "${CARGO_TARGET_DIR:-$repository/target}" "${arguments[@]}") >"$messages" ||
+            --target-dir "$cargo_folder" "${cargo_target[@]}" "${arguments[@]}") >"$messages" ||
             { say "FAILED: the tests do not build"; exit 1; }
         while IFS= read -r line; do
-            test_binaries+=("$line")
-        done < <(sed -n '/"kind":\["bin"\]/d; /"test":true}/s/.*"executable":"\([^"]*\)".*/\1/p' "$messages")
+            test_binaries+=("$devices"$'\t'"$line")
+        done < <(sed -nE '/"kind":\["(bin|example)"\].*"test":false/d
+            /"test":true\}/s/.*"manifest_path":"([^"]*)\/Cargo.toml".*"executable":"([^"]*)".*/\1\t\2/p' "$messages")
         while IFS= read -r line; do
             programs+=("$line")
         done < <(sed -n '/"kind":\["bin"\].*"test":false}/s/.*"executable":"\([^"]*\)".*/\1/p' "$messages")
@@ -54,41 +66,81 @@ build_tests() {
     ((${#test_binaries[@]})) || { say "FAILED: no test binaries"; exit 1; }
 }
 
-# place BINARY TO: copies a program and its libraries into the guest, without debug symbols.
+# place BINARY TO: copies a program and its libraries into the guest, without debug symbols. With
+# --workspace the guest has the folder of the binaries.
 place() {
+    if [[ $workspace ]]; then
+        copy_libraries "$1"
+        ln -s "$1" "$2"
+        return
+    fi
     copy_program "$1" "$2"
-    ! command -v strip >/dev/null || strip --strip-debug "$2"
+    local strip=strip
+    ((${#cargo_target[@]} == 0)) || strip=$multiarch-strip
+    ! command -v $strip >/dev/null || $strip --strip-debug "$2"
 }
 
+# Prints the tests of a binary that skipped-$target.txt lists.
+skipped_tests() {
+    local binary test reason
+    [[ -f $here/skipped-$target.txt ]] || return 0
+    while IFS='|' read -r binary test reason; do
+        [[ ${binary// /} != "$1" ]] || echo "${test// /}"
+    done < <(grep -v '^#' "$here/skipped-$target.txt")
+}
+
+# Sets listed, the number of tests that the list of skipped tests leaves out.
 place_tests() {
-    local binary name
+    local binary devices folder name skipped
+    listed=0
+    mkdir -p "$guest_root/tests/programs"
     for binary in "${programs[@]}"; do
-        place "$binary" "$guest_root/tests/programs/${binary##*/}"
+        [[ -e $guest_root/tests/programs/${binary##*/} ]] || place "$binary" "$guest_root/tests/programs/${binary##*/}"
     done
     : >"$guest_root/tests/list"
     for binary in "${test_binaries[@]}"; do
+        IFS=$'\t' read -r devices folder binary <<<"$binary"
         # Removes the hash that cargo appends to the name.
         name=${binary##*/}
         name=${name%-*}
-        [[ -e $guest_root/tests/$name ]] && name=${binary##*/}
+        if [[ $devices == none ]]; then
+            folder=${folder#"$repository"}
+            name=${folder#/}${folder:+-}$name
+            name=${name//\//-}
+            [[ ! -e $guest_root/tests/$name ]] || name+=-${binary##*-}
+            [[ $name =~ ^($only)$ ]] || continue
+            mapfile -t skipped < <(skipped_tests "$name")
+            listed=$((listed + ${#skipped[@]}))
+            {
+                ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}"
+                ((${#skipped[@]} == 0)) || printf '%s\n' --exact "${skipped[@]/#/--skip=}"
+            } >"$guest_root/tests/$name.arguments"
+            printf '%s\n' "cd $(printf %q "$repository$folder")" "export CARGO_MANIFEST_DIR=$(printf %q "$repository$folder")" \
+                >"$guest_root/tests/$name.environment"
+        else
+            grep -qx devices "$guest_root/tests/list" || echo devices >>"$guest_root/tests/list"
+            [[ ! $workspace ]] || name=rdma-$name
+            [[ ! -e $guest_root/tests/$name ]] || name=${binary##*/}
+            {
+                ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}"
+                [[ ${name#rdma-} != behaviour ]] || behaviour_arguments
+            } >"$guest_root/tests/$name.arguments"
+            printf '%s\n' "cd /tmp" "export HMEM_TEST_CONFIG=verbs HMEM_VERBS_DEVICE=rxe0 HMEM_VERBS_SECOND_DEVICE=rxe1" \
+                >"$guest_root/tests/$name.environment"
+        fi
         place "$binary" "$guest_root/tests/$name"
         echo "$name" >>"$guest_root/tests/list"
     done
-    for name in $(<"$guest_root/tests/list"); do
-        {
-            ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}"
-            [[ $name != behaviour ]] || behaviour_arguments
-        } >"$guest_root/tests/$name.arguments"
-    done
     {
         printf '%s=%q\n' mark "$mark" verbose "$keep" 'export HMEM_VM_KERNEL' "$kernel_release"
+        [[ ! $workspace ]] || printf '%s=%q\n' repository "$repository" target "$cargo_folder"
         [[ ! $dma_buf ]] || printf '%s\n' preload=/lib/ibv_reg_dmabuf_mr.so 'export HMEM_VERBS_DMA_BUF=1' \
             'export HMEM_VERBS_WINDOW_BOUNDS=1'
     } >"$guest_root/tests/environment"
 }
 
 # Prints the output of the tests, and counts their results in these variables.
-ready='' running='' ended='' broken='' passed=0 failed=0 ignored=0 failures=()
+ready='' running='' ended='' broken='' passed=0 failed=0 ignored=0 left_out=0 failures=()
 read_results() {
     local line name status
     while IFS= read -r line <&"$results" || [[ $line ]]; do
@@ -108,7 +160,8 @@ read_results() {
             continue
         fi
         printf '%s\n' "$line"
-        if [[ $line =~ ^test\ result:.*\ ([0-9]+)\ passed\;\ ([0-9]+)\ failed\;\ ([0-9]+)\ ignored ]]; then
+        if [[ $line =~ ^test\ result:.*\ ([0-9]+)\ passed\;\ ([0-9]+)\ failed\;\ ([0-9]+)\ ignored.*\ ([0-9]+)\ filtered ]]; then
+            [[ $running == rdma-* ]] || left_out=$((left_out + BASH_REMATCH[4]))
             passed=$((passed + BASH_REMATCH[1])) failed=$((failed + BASH_REMATCH[2])) ignored=$((ignored + BASH_REMATCH[3]))
         fi
     done
@@ -133,6 +186,8 @@ judge() {
         esac
     elif ((${#failures[@]})); then
         reason="in ${failures[*]}"
+    elif [[ $workspace && ! ${test_arguments[*]} ]] && ((listed != left_out)); then
+        reason="skipped-$target.txt lists $listed tests of these binaries, and $left_out of them exist"
     elif [[ ! $bench ]] && ((passed + failed == 0)); then
         reason="no test ran"
     fi
@@ -142,7 +197,7 @@ judge() {
     elif grep -qa 'WARNING: ' "$work/console.log"; then
         say "note: the guest's kernel warned: $(grep -m1 -a 'WARNING: ' "$work/console.log" | tr -d '\r')"
     fi
-    local counts="$passed passed, $failed failed, $ignored ignored in ${#test_binaries[@]} binaries"
+    local counts="$passed passed, $failed failed, $ignored ignored${workspace:+, $left_out left out} in $(grep -vcx devices "$guest_root/tests/list") binaries"
     local times="guest ready after ${ready:-?} s, off after $((SECONDS - booted)) s; $((SECONDS - started)) s in all"
     if [[ $reason ]]; then
         say "FAILED on $kernel_release: $reason; $counts; $times"
