@@ -62,8 +62,8 @@ pub struct Decision {
     pub unit: ExportUnit,
     /// True if the path comes from an earlier registration with the same iface, device, kind of
     /// memory, NIC, policy and list of direct paths. The list of attempts then begins with the
-    /// refusals of the earlier registration, with the memory range of that registration. The
-    /// attempts of this registration follow.
+    /// refusals of the earlier registration, which name that registration's memory range, not this
+    /// one's. The attempts of this registration follow.
     pub from_cache: bool,
     /// All attempts to register, in order.
     pub attempts: Trace,

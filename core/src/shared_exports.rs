@@ -20,11 +20,14 @@ use crate::{
 /// Until then, drivers may keep the memory of a freed allocation. Regions stay valid without the
 /// handle.
 ///
-/// A registration uses a stored export only for the same range of the same live allocation. Memory
-/// that an application maps by hand ([`AllocationKind::Virtual`]) is always exported anew, because
-/// its allocation does not tell what is mapped. So is memory of an iface whose identities may
-/// repeat, or whose exports depend on the NIC
-/// ([`DmaBufExporter::serves_every_nic`](crate::iface::DmaBufExporter::serves_every_nic)).
+/// A registration uses a stored export only for the same range of the same live allocation. Some
+/// memory is always exported anew:
+///
+/// - memory that an application maps by hand ([`AllocationKind::Virtual`]), because its allocation
+///   does not tell what is mapped;
+/// - memory of an iface without identities ([`Iface::has_identities`]);
+/// - memory of an iface whose exports depend on the NIC
+///   ([`DmaBufExporter::serves_every_nic`](crate::iface::DmaBufExporter::serves_every_nic)).
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, Raw, Region, Request, Result, SharedExports};

@@ -353,7 +353,7 @@ impl PrimaryContexts {
     /// context is locked.
     ///
     /// # Errors
-    /// BadState if the iface was closed, and so does not retain the context.
+    /// BadState if the iface was closed. A closed iface retains no context.
     pub(crate) fn streams<T>(
         &self,
         device: DeviceId,

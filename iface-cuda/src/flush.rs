@@ -46,7 +46,8 @@ struct ExportedMemory {
 }
 
 /// A context with its witnesses: the identities of exported memory, by address. The context exists
-/// while memory of a witness is allocated. It is null for memory without a context.
+/// while memory of a witness is allocated. A null `context` stands for no context: the witnesses
+/// are then memory that belongs to none.
 #[derive(Debug)]
 struct WitnessedContext {
     context: CuContext,
@@ -86,7 +87,7 @@ impl ExportedMemory {
 #[derive(Debug, Default)]
 struct Alive {
     contexts: Vec<CuContext>,
-    /// True if exported memory without a context is still allocated.
+    /// True if any exported memory that belongs to no context is still allocated.
     without: bool,
     /// True if the driver cannot tell whether some exported memory is still allocated.
     unknown: bool,

@@ -357,7 +357,7 @@ impl PointerLookup {
         Ok(Some(FoundAllocation { allocation, context }))
     }
 
-    /// Returns true if the memory at an address is VMM memory, and so has a handle. `cuda.h` on
+    /// Returns true if the memory at an address is VMM memory, which has a handle. `cuda.h` on
     /// `cuMemRetainAllocationHandle`: "If the address requested is not mapped, the function will
     /// fail". Only `cuMemMap` maps an address in this sense.
     ///

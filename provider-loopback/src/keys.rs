@@ -1,7 +1,7 @@
 //! Keys of a domain: numbers that name a region or a window.
 //!
 //! - Keys of 8 bytes that the NIC chooses are random numbers. A guess hits one of n live keys with
-//!   probability n / 2^64. So does a key of another domain.
+//!   probability n / 2^64. A key of another domain hits equally rarely.
 //! - Keys of 4 bytes that the NIC chooses are those of hardware: the region's 24-bit index in the
 //!   table, and the low 8 bits of its generation as a tag. A random number hits with probability
 //!   n / 2^32. A peer can guess better: the first region has index 0 and tag 1.

@@ -175,7 +175,8 @@ impl Builder {
         self
     }
 
-    /// Sets the kinds of memory that the NICs import. Default: dma-bufs and staged memory.
+    /// Sets the paths, besides plain host, that the NICs support. Default: dma-bufs and staged
+    /// copies.
     pub fn imports(mut self, imports: Imports) -> Self {
         self.config.attr.imports = imports;
         self

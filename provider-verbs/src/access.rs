@@ -65,7 +65,7 @@ impl Settings {
     }
 }
 
-/// Outcome for one option of a successful registration.
+/// Tells if the driver may have ignored one option of a successful registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OptionResult {
     /// The driver supports the option. A driver without support would have refused the
@@ -77,8 +77,8 @@ pub enum OptionResult {
 }
 
 impl VerbsOptions {
-    /// Returns each option of this set with its result, for a successful registration with all of
-    /// these options.
+    /// Returns each option of this set, and tells if the driver may have ignored it. The set must
+    /// have all options of a successful registration.
     pub fn results(self) -> impl Iterator<Item = (Self, OptionResult)> {
         self.iter().map(move |option| {
             let result = match option {

@@ -298,10 +298,10 @@ pub(super) fn check_keys(domain: &DomainState, operation: &Operation<'_>) -> Res
 }
 
 /// Splits a range of a peer's memory into targets that each have one rkey, and adds them to
-/// `targets`.
+/// `targets`. The range's key is a list of pieces: ranges of addresses, each with its rkey.
 ///
-/// If the key covers only a part of the range, the other bytes get the rkey of the bytes before
-/// them, or the first rkey of the key. The peer's NIC then refuses the access.
+/// If a byte lies outside all pieces, the rest of the range gets the rkey of the bytes before it,
+/// or of the first piece if that byte is the range's first. The peer's NIC then refuses the access.
 fn targets(
     targets: &mut Vec<SplitTarget>,
     domain: &DomainState,

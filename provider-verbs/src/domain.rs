@@ -104,7 +104,8 @@ impl VerbsDomain {
         self.state.pd.device.context.cast()
     }
 
-    /// Returns the options that a region was registered with, and the result of each.
+    /// Returns the options that a region was registered with. Tells for each if the driver may have
+    /// ignored it.
     ///
     /// # Errors
     /// - InvalidArgument: the region is not open in this domain.

@@ -128,8 +128,8 @@ impl WorkRequests {
 pub(super) struct Effect {
     /// The request that the completion ends, if it ends one.
     pub(super) ended: Option<InFlight>,
-    /// The work requests for which no further completion can arrive. The caller releases their
-    /// entries of the completion queue.
+    /// The work requests for which no further completion can arrive. The caller releases the
+    /// completion queue entries that were reserved for them.
     pub(super) settled: WorkRequests,
 }
 
@@ -239,8 +239,8 @@ impl RequestTable {
     }
 
     /// Returns the number of stale work requests ([`Self::drop_all`]), and sets it to 0. The caller
-    /// reads all completions from the NIC, and then releases the completion queue entries of the
-    /// stale work requests.
+    /// reads all completions from the NIC, and then releases the completion queue entries that were
+    /// reserved for the stale work requests.
     pub(super) fn take_stale(&mut self) -> WorkRequests {
         std::mem::take(&mut self.stale)
     }

@@ -304,10 +304,13 @@ impl<S: CacheBackend> CacheCore<S> {
 
     /// Ends a registration that produced no region.
     ///
-    /// If `error` is given, the waiting threads that asked for exactly the entry's range and rights
-    /// return the error, and all other waiting threads search again. If not, all waiting threads
-    /// search again, and the miss still counts as a registration. A waiting thread that finds no
-    /// entry registers its own range.
+    /// With an error, the statistics count the miss as a failure. The waiting threads that asked
+    /// for exactly the entry's range and rights return the error, and all others search again.
+    ///
+    /// Without an error, the statistics still count the miss as a registration, which the caller
+    /// corrects. All waiting threads search again.
+    ///
+    /// A thread that searches and finds no entry registers its own range.
     #[cold]
     #[inline(never)]
     fn fail_registration(&self, index: u32, slot: &LeaseSlot, error: Option<Error>) {

@@ -120,14 +120,14 @@ impl<'d, M: Memory> Batch<'d, M> {
     /// # Errors
     /// - The errors of [`Domain::register`](super::Domain::register). The context value `view` is
     ///   the position of the view among all views of the batch.
-    /// - [`ErrorKind::InvalidArgument`] without a NIC, for domains of different `Hmem`s, and for
-    ///   [`Batch::grow`] with a [`Raw`](super::Raw) of [`Batch::add`] whose promise is not
-    ///   [`Promise::Allocation`].
+    /// - [`ErrorKind::InvalidArgument`] without a NIC, and for domains of different `Hmem`s.
+    /// - [`ErrorKind::InvalidArgument`] if [`Batch::grow`] permits growth and [`Batch::add`] added
+    ///   a [`Raw`](super::Raw) whose promise is not [`Promise::Allocation`].
     /// - [`ErrorKind::OutOfBounds`] for a view outside its memory.
     ///
-    /// After an error all regions of the call are closed, and [`Regions::close`] of the error's
-    /// value returns the memories. If a driver refuses to close a region, the value still has that
-    /// region, and `close` tries again.
+    /// After an error, all regions of the call are closed. [`Rejected::value`] has the memories,
+    /// and its method [`Regions::close`] returns them. If a driver refused to close a region, the
+    /// value still has that region, and `close` tries again to close it.
     pub fn register(self) -> Result<Regions<M>, Rejected<Regions<M>>> {
         let Self { nics, memories, mut views, growth } = self;
         let parts: Vec<Arc<M::Parts>> =
@@ -409,8 +409,9 @@ impl<'a> BatchPlan<'a> {
         })
     }
 
-    /// Registers the range of a group for all its views. Returns the position of the first NIC's
-    /// region, or `None` if the views must be registered one by one.
+    /// Registers the range of a group for all its views, and adds one region per NIC to
+    /// `set.regions`. Returns the position there of the first NIC's region, or `None` if the views
+    /// must be registered one by one.
     fn register_shared(
         &self,
         view: usize,
@@ -526,7 +527,7 @@ struct PlacedView {
     range: AddressRange,
 }
 
-/// The regions of a batch, without the memory.
+/// The regions and views of a batch. The memories are in [`Regions::parts`].
 struct RegionSet {
     nics: Box<[Nic]>,
     /// The regions: for each registration one per NIC, in the order of `nics`.
@@ -566,8 +567,8 @@ impl<M: Memory> Regions<M> {
     /// Returns a view on one NIC.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if there is no such NIC, memory or view. A value that an error
-    /// returned has no views.
+    /// [`ErrorKind::OutOfBounds`] if there is no such NIC, memory or view. A value that
+    /// [`Batch::register`] or [`Regions::close`] returned with an error has no views.
     pub fn view(&self, nic: usize, memory: usize, view: usize) -> Result<RegionView<'_>> {
         let set = &self.set;
         let found = (|| {
@@ -608,8 +609,8 @@ impl<M: Memory> Regions<M> {
     }
 
     /// Returns all regions. Most have one or more views. A region has none if its views could not
-    /// share it and the driver refused to close it. In a value that an error returned, these are
-    /// the regions that could not be closed.
+    /// share it and the driver refused to close it. In a value that [`Batch::register`] or
+    /// [`Regions::close`] returned with an error, these are the regions that could not be closed.
     #[must_use]
     pub fn regions(&self) -> &[MemoryRegion] {
         &self.set.regions

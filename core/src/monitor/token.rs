@@ -18,7 +18,7 @@ const NO_ISSUER: u64 = 0;
 ///
 /// A monitor has one issuer for its subscriptions. An [`Invalidator`](super::Invalidator) has one
 /// for its tokens. An issuer accepts the values that it issued, and no others. Keep an issuer
-/// private: code that has it can issue any number.
+/// private: code that has it can issue a value with any number, and end what other code began.
 ///
 /// # Examples
 /// ```

@@ -184,7 +184,7 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// - There is at least one range, and at most `mr_iov_limit`. Each has at least one byte. All
     ///   together have at most `max_mr_size` bytes.
     /// - The pieces have the bytes of the ranges, in this order. A range may have several pieces.
-    /// - The NIC imports each backing ([`ProviderAttr::imports`]).
+    /// - The NIC supports the path of each backing ([`ProviderAttr::imports`]).
     /// - All flags and rights are defined, and the NIC has the flags. At most one of
     ///   HMEM_DEVICE_ONLY and HMEM_HOST_ALLOC is set.
     /// - The page size is 0 or one of [`ProviderAttr::page_sizes`].

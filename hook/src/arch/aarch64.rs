@@ -82,7 +82,8 @@ fn makes_frame(instruction: u32) -> bool {
 }
 
 /// Finds the instruction that a patch can replace in `code`, the first bytes of a function. If `nr`
-/// is set, fails if an instruction before that one loads the number of another system call.
+/// is set, the function must make the system call with this number: fails if an instruction before
+/// the found one loads another number.
 pub(super) fn decode(
     _: u64,
     code: &[u8; ENTRY_LEN],

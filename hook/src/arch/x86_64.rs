@@ -96,8 +96,8 @@ fn is_jump(code: &[u8]) -> bool {
 }
 
 /// Finds the instruction that a patch can replace in `code`, the first bytes of the function at
-/// `address`. If `nr` is set, fails if that instruction, or one before it, loads the number of a
-/// system call other than `nr`.
+/// `address`. If `nr` is set, the function must make the system call with this number: fails if the
+/// found instruction, or one before it, loads another number.
 pub(super) fn decode(
     address: u64,
     code: &[u8; ENTRY_LEN],

@@ -464,9 +464,9 @@ impl SimulatedAllocation {
         self.allocation.kind == AllocationKind::Imported
     }
 
-    /// Returns the segments that contain bytes of `range`. Each comes with the part of `range` in
-    /// the segment, and with the extent that holds the bytes of that part. `range` must lie in the
-    /// allocation.
+    /// Returns the segments that contain bytes of `range`. Each comes with the part of `range` that
+    /// lies in the segment, and with the extent of a memory file that holds exactly this part.
+    /// `range` must lie in the allocation.
     pub(crate) fn segments_of(
         &self,
         range: AddressRange,

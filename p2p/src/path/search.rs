@@ -145,8 +145,8 @@ impl<'a> PathSearch<'a> {
         &self.attr().nic
     }
 
-    /// Registers the memory over the path `variant`, which the NIC imports. `exports` was created
-    /// for the ranges of the registration.
+    /// Registers the memory over the path `variant`. The NIC must support the path, and `exports`
+    /// must have been created for the ranges of the registration.
     pub(super) fn take(
         &self,
         variant: PathVariant,
@@ -162,8 +162,8 @@ impl<'a> PathSearch<'a> {
             PathVariant::Staged => self.pieces(|_| Backing::Staged { iface: exports.iface }),
         };
         // SAFETY: the caller of `new` upholds the conditions on the registration. Each piece is a
-        // range of the registration. The NIC imports the backing: `imports` has returned true for
-        // the path, or the path is remembered for a NIC with the same imports (`Key`).
+        // range of the registration. The NIC supports the path: `imports` has returned true, or the
+        // path is remembered for a NIC with the same imports (`Key`).
         match unsafe { self.provider.register(self.registration, &pieces) } {
             Ok(region) => Ok(Taken { region, shape: ExportShape::default(), refused: Vec::new() }),
             Err(error) => {
@@ -344,14 +344,14 @@ impl<'a> PathSearch<'a> {
         None
     }
 
-    /// Returns true if the NIC can import staged memory and the domain has transfers. Bytes are
+    /// Returns true if the provider supports staged copies and the domain has transfers. Bytes are
     /// copied during transfers, so a domain without transfers cannot use staged memory.
     pub(super) fn imports_staged(&self) -> bool {
         self.attr().imports.staged && self.provider.transport().is_some()
     }
 
-    /// Returns true if the NIC can import memory over the path `variant`. If it cannot, records a
-    /// refusal and returns false.
+    /// Returns true if the NIC supports the path `variant`. If it does not, records a refusal and
+    /// returns false.
     pub(super) fn imports(&mut self, variant: PathVariant) -> bool {
         let imports = self.attr().imports;
         let (is_imported, what) = match variant {

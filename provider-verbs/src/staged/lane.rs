@@ -1,10 +1,10 @@
 //! Lanes: queues of the requests in one direction of an endpoint that has staged transfers. An
 //! entry is a request in a lane.
 //!
-//! The NIC runs requests in the order of their posts, and so does a lane. A lane posts a request's
-//! chunks after all chunks of earlier requests, and completes requests in that order. While a lane
-//! has entries, each new request goes through the lane, staged or not. A failed request in a lane
-//! ends the connection and cancels the requests behind it.
+//! Like the NIC, a lane runs requests in the order of their posts. A lane posts a request's chunks
+//! after all chunks of earlier requests, and completes requests in that order. While a lane has
+//! entries, each new request goes through the lane, staged or not. A failed request in a lane ends
+//! the connection and cancels the requests behind it.
 //!
 //! A request takes staging buffers only after all earlier requests have theirs, which rules out a
 //! deadlock of requests that wait for buffers. A request behind a message also waits for the

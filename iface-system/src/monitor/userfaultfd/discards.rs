@@ -48,8 +48,8 @@ pub(super) struct Discards {
     last: u64,
     /// The range and the number of each pending discard, oldest first.
     pending: Vec<(Range<u64>, u64)>,
-    /// For each thread id, the number of the latest discard after which the thread was seen outside
-    /// calls that discard memory.
+    /// For each thread id, the value of `last` when the thread was last seen outside calls that
+    /// discard memory. The calls of discards up to this number have ended there.
     outside: HashMap<u32, u64>,
 }
 
