@@ -64,10 +64,15 @@ pack_guest_root() {
 
 # Starts QEMU. The output of the tests arrives at the file descriptor $results.
 boot() {
-    local limit=$1 command=("$qemu") processors=2
+    local limit=$1 command=("$qemu") processors=2 folder
     if ! command -v "$qemu" >/dev/null; then
-        command=(env "LD_LIBRARY_PATH=$(tool_libraries)" "$tools/usr/bin/$qemu"
-            -L "$tools/usr/share/qemu" -L "$tools/usr/share/seabios")
+        # The machine may have packages that QEMU's package shares with others, with its modules.
+        local modules=usr/lib/$(uname -m)-linux-gnu/qemu
+        [[ -d $tools/$modules ]] && modules=$tools/$modules || modules=/$modules
+        command=(env "LD_LIBRARY_PATH=$(tool_libraries)" "QEMU_MODULE_DIR=$modules" "$tools/usr/bin/$qemu")
+        for folder in "$tools"/usr/share/{qemu,seabios} /usr/share/{qemu,seabios}; do
+            [[ ! -d $folder ]] || command+=(-L "$folder")
+        done
     fi
     # With two processors, one that waits blocks the other until its time slice ends.
     [[ ! $bench ]] || processors=1

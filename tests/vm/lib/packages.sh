@@ -11,7 +11,7 @@ guest_files=$cache/guest-$debian
 # Those of the guest are of its architecture, and come with all dependencies, as for a machine on
 # which nothing is installed.
 packages_for() {
-    apt=$cache/apt apt_options=() apt_lists=()
+    apt=$cache/apt apt_options=() apt_lists=() apt_suite=''
     if [[ $1 == guest ]]; then
         apt=$cache/apt-$debian
         apt_options=(-o APT::Architecture="$debian" -o APT::Architectures="$debian" -o Dir::State::status="$apt/status")
@@ -38,10 +38,12 @@ use_lists_in_cache() {
         awk -v codename="$codename" 'index($2, codename) == 1' | sort -u)
     archive=$(awk -v codename="$codename" '$2 == codename { print $1; exit }' <<<"$configured")
     [[ $archive ]] || no_environment "apt has no source for Debian ${codename:-(no codename)}: configure one and run apt-get update"
-    {
+    if [[ $apt_suite ]]; then
+        echo "deb $archive $apt_suite main"
+    else
         awk '{ print "deb", $0 }' <<<"$configured"
         printf 'deb %s %s main\n' "$archive" "$codename-backports" "$archive" trixie-backports
-    } | sort -u >"$apt/sources.list"
+    fi | sort -u >"$apt/sources.list"
     mkdir -p "$apt/lists/partial"
     apt_lists=(-o Dir::Etc::sourcelist="$apt/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State::lists="$apt/lists")
     say "updating the package lists in the cache"
@@ -98,6 +100,18 @@ prepare_tools() {
     ((${#packages[@]} == 0)) || unpack "$tools" "${packages[@]}"
     packages_for guest
     unpack "$guest_files" "${guest_packages[@]}"
+}
+
+# Unpacks the C library of Debian 13 for the guest. Its functions begin with `paciasp` or `bti c`,
+# unlike those of Debian 12.
+prepare_newer_libc() {
+    newer_libc=$cache/debian13-$debian
+    packages_for guest
+    apt=$cache/apt-$debian-13 apt_suite=trixie
+    apt_options+=(-o Dir::State::status="$apt/status")
+    mkdir -p "$apt"
+    : >"$apt/status"
+    unpack "$newer_libc" libc6 libgcc-s1
 }
 
 # Unpacks perftest into a folder of its own: only measurements need it.

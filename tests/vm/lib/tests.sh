@@ -118,7 +118,7 @@ place_tests() {
             printf '%s\n' "cd $(printf %q "$repository$folder")" "export CARGO_MANIFEST_DIR=$(printf %q "$repository$folder")" \
                 >"$guest_root/tests/$name.environment"
         else
-            grep -qx devices "$guest_root/tests/list" || echo devices >>"$guest_root/tests/list"
+            grep -qx @devices "$guest_root/tests/list" || echo @devices >>"$guest_root/tests/list"
             [[ ! $workspace ]] || name=rdma-$name
             [[ ! -e $guest_root/tests/$name ]] || name=${binary##*/}
             {
@@ -131,12 +131,33 @@ place_tests() {
         place "$binary" "$guest_root/tests/$name"
         echo "$name" >>"$guest_root/tests/list"
     done
+    [[ ! ${newer_libc:-} ]] || place_newer_libc
     {
         printf '%s=%q\n' mark "$mark" verbose "$keep" 'export HMEM_VM_KERNEL' "$kernel_release"
         [[ ! $workspace ]] || printf '%s=%q\n' repository "$repository" target "$cargo_folder"
         [[ ! $dma_buf ]] || printf '%s\n' preload=/lib/ibv_reg_dmabuf_mr.so 'export HMEM_VERBS_DMA_BUF=1' \
             'export HMEM_VERBS_WINDOW_BOUNDS=1'
     } >"$guest_root/tests/environment"
+}
+
+# Places the tests of patched functions a second time, with the C library of Debian 13.
+place_newer_libc() {
+    local tests=iface-system-memhooks name=debian13-memhooks loader=ld-linux-aarch64.so.1
+    [[ $name =~ ^($only)$ && -e $guest_root/tests/$tests ]] || return 0
+    mkdir -p "$guest_root/debian13"
+    cp -L "$newer_libc/usr/lib/$multiarch"/{"$loader",libc.so.6,libm.so.6,libgcc_s.so.1} "$guest_root/debian13/"
+    cat >"$guest_root/tests/$name" <<SCRIPT
+#!/bin/busybox sh
+mount --bind /debian13 /lib/$multiarch && mount --bind /debian13/$loader /lib/$loader || exit 1
+/tests/$tests "\$@"
+status=\$?
+umount /lib/$loader /lib/$multiarch
+exit \$status
+SCRIPT
+    chmod +x "$guest_root/tests/$name"
+    cp "$guest_root/tests/$tests.arguments" "$guest_root/tests/$name.arguments"
+    cp "$guest_root/tests/$tests.environment" "$guest_root/tests/$name.environment"
+    echo "$name" >>"$guest_root/tests/list"
 }
 
 # Prints the output of the tests, and counts their results in these variables.
@@ -197,7 +218,7 @@ judge() {
     elif grep -qa 'WARNING: ' "$work/console.log"; then
         say "note: the guest's kernel warned: $(grep -m1 -a 'WARNING: ' "$work/console.log" | tr -d '\r')"
     fi
-    local counts="$passed passed, $failed failed, $ignored ignored${workspace:+, $left_out left out} in $(grep -vcx devices "$guest_root/tests/list") binaries"
+    local counts="$passed passed, $failed failed, $ignored ignored${workspace:+, $left_out left out} in $(grep -vcx @devices "$guest_root/tests/list") binaries"
     local times="guest ready after ${ready:-?} s, off after $((SECONDS - booted)) s; $((SECONDS - started)) s in all"
     if [[ $reason ]]; then
         say "FAILED on $kernel_release: $reason; $counts; $times"
