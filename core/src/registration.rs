@@ -17,7 +17,7 @@ pub struct Registration<'a> {
     /// The address ranges to register, at least one. All are memory of one iface and one device.
     pub ranges: &'a [AddressRange],
     /// The kind of the memory, with its owner.
-    pub memory: Memory<'a>,
+    pub memory: RegisteredMemory<'a>,
     /// The rights of local and remote accesses.
     pub access: Access,
     /// The registration flags. The domain has checked that the provider supports them
@@ -71,7 +71,7 @@ impl<'a> Registration<'a> {
     pub fn new(ranges: &'a [AddressRange], access: Access, auth_key: &'a AuthKey) -> Self {
         Self {
             ranges,
-            memory: Memory::Host { owned: false },
+            memory: RegisteredMemory::Host { owned: false },
             access,
             flags: MrFlags::empty(),
             key: KeyRequest::Provider,
@@ -128,7 +128,7 @@ pub enum WriteOrdering {
 
 /// The kind of memory that is registered, with its owner.
 #[derive(Clone, Copy, Debug)]
-pub enum Memory<'a> {
+pub enum RegisteredMemory<'a> {
     /// Host memory. The provider reaches it by the addresses of the ranges.
     Host {
         /// True if the pages are guaranteed to stay mapped until the region is closed: the region

@@ -24,7 +24,7 @@ use crate::{
     event_queue::RegionId,
     path::{PathRegistration, Target},
     provider::{Backing, Features, Piece},
-    registration::{KeyRequest, Memory, Registration},
+    registration::{KeyRequest, RegisteredMemory, Registration},
     registry::{AddressOwner, Registry},
 };
 
@@ -79,21 +79,21 @@ impl DomainInner {
         checked: &Checked<'a>,
         owner: Option<&AddressOwner>,
         allocations: &'a mut Allocations,
-    ) -> Result<Memory<'a>> {
+    ) -> Result<RegisteredMemory<'a>> {
         let Checked { request: &RegionRequest { source, ref keep, terms, .. }, ref ranges, part } =
             *checked;
         match source {
             Source::Part { base, range } => {
                 let (base_region, offset) = part.expect("`check` resolved the part");
                 self.check_part(&base.inner, range, terms)?;
-                return Ok(Memory::Part { base: base_region, offset });
+                return Ok(RegisteredMemory::Part { base: base_region, offset });
             }
             Source::DmaBuf(buffer) => {
                 let device = self.dma_buf_device(ranges[0], terms)?;
                 let named = terms.iface.filter(|_| self.attr.hmem);
                 let iface = named.map(|named| self.registry.get(named)).transpose()?;
                 let (fd, offset) = (buffer.fd, buffer.offset);
-                return Ok(Memory::DmaBuf { fd, offset, iface, device });
+                return Ok(RegisteredMemory::DmaBuf { fd, offset, iface, device });
             }
             Source::Ranges(_) => {}
         }
@@ -109,14 +109,14 @@ impl DomainInner {
         let owned = owned.is_some();
         if owner != IfaceKind::SYSTEM {
             let iface = self.registry.get(owner)?;
-            return Ok(Memory::Device { iface, allocations, owned });
+            return Ok(RegisteredMemory::Device { iface, allocations, owned });
         }
         if let Some(prefault) = &terms.prefault {
             for range in &**ranges {
                 prefault::prefault(*range, terms.access.nic_writes(), prefault)?;
             }
         }
-        Ok(Memory::Host { owned })
+        Ok(RegisteredMemory::Host { owned })
     }
 
     /// Returns the registration to request from the provider. If the NIC may write the memory, adds
@@ -125,18 +125,20 @@ impl DomainInner {
     fn registration<'a>(
         &'a self,
         ranges: &'a [AddressRange],
-        memory: Memory<'a>,
+        memory: RegisteredMemory<'a>,
         terms: &'a Terms<'_>,
     ) -> Registration<'a> {
         match memory {
-            Memory::Device { allocations, .. } => {
+            RegisteredMemory::Device { allocations, .. } => {
                 let Allocation { iface, device, .. } = allocations[0];
                 self.inbound.note(iface, device, terms.access);
             }
-            Memory::DmaBuf { iface: Some(iface), device, .. } => {
+            RegisteredMemory::DmaBuf { iface: Some(iface), device, .. } => {
                 self.inbound.note(iface.kind(), device, terms.access);
             }
-            Memory::DmaBuf { iface: None, .. } | Memory::Host { .. } | Memory::Part { .. } => {}
+            RegisteredMemory::DmaBuf { iface: None, .. }
+            | RegisteredMemory::Host { .. }
+            | RegisteredMemory::Part { .. } => {}
         }
         Registration {
             ranges,
@@ -224,14 +226,14 @@ pub(super) fn register_on_nics(
 fn register_memory(
     domains: &[&Arc<DomainInner>],
     checked: &Checked<'_>,
-    memory: &Memory<'_>,
+    memory: &RegisteredMemory<'_>,
     done: &mut dyn FnMut(PathRegistration),
 ) -> Result<()> {
     let first = domains[0];
     let ranges = &*checked.ranges;
     let terms = checked.request.terms;
     match *memory {
-        Memory::Part { base, offset } => {
+        RegisteredMemory::Part { base, offset } => {
             let len = ranges[0].len();
             let registration = first.registration(ranges, *memory, terms);
             let sub_regions = first.provider.sub_regions().ok_or_else(|| {
@@ -248,7 +250,7 @@ fn register_memory(
             let decision = checked.request.base().and_then(|base| base.inner.recorded_decision());
             done(PathRegistration { region, decision });
         }
-        Memory::Host { owned } => {
+        RegisteredMemory::Host { owned } => {
             let backing = Backing::Host { owned };
             let piece = |range: &AddressRange| Piece { range: *range, backing: backing.clone() };
             // One range, the most frequent case, needs no list.
@@ -261,7 +263,8 @@ fn register_memory(
                 &several
             };
             for domain in domains {
-                let registration = domain.registration(ranges, Memory::Host { owned }, terms);
+                let registration =
+                    domain.registration(ranges, RegisteredMemory::Host { owned }, terms);
                 // SAFETY: if `owned` is set, the region owns the memory or a scope borrows it,
                 // until the region is deregistered. Otherwise the caller of an unsafe function
                 // guarantees that the memory may be registered.
@@ -269,7 +272,7 @@ fn register_memory(
                 done(PathRegistration { region, decision: None });
             }
         }
-        Memory::Device { .. } | Memory::DmaBuf { .. } => {
+        RegisteredMemory::Device { .. } | RegisteredMemory::DmaBuf { .. } => {
             let registrations: SmallVec<[Registration<'_>; 1]> =
                 domains.iter().map(|domain| domain.registration(ranges, *memory, terms)).collect();
             let targets: SmallVec<[Target<'_>; 1]> = domains

@@ -40,7 +40,7 @@ use hmem_core::{
     iface::DmaBufMapping,
     path::{DirectPath, ExportUnit, P2pPolicy, PathRegistration, PathSelector, Target},
     provider::{Nic, ProviderAttr, ProviderDomain, ProviderRegion},
-    registration::{Memory, Registration},
+    registration::{RegisteredMemory, Registration},
     registry::AddressOwner,
 };
 
@@ -475,7 +475,7 @@ unsafe impl PathSelector for DefaultPathSelector {
         let mut exports = None;
         for (at, target) in targets.iter().enumerate() {
             match &target.registration.memory {
-                Memory::Device { iface, allocations, .. } => {
+                RegisteredMemory::Device { iface, allocations, .. } => {
                     let exports = exports.get_or_insert_with(|| {
                         let Registration { ranges, exports, .. } = *target.registration;
                         ExportSet::new(iface, ranges, allocations, exports)
@@ -492,7 +492,7 @@ unsafe impl PathSelector for DefaultPathSelector {
                     exports.shared = at + 1 < targets.len();
                     done(self.decide(search, exports)?);
                 }
-                Memory::DmaBuf { fd, offset, iface, device } => {
+                RegisteredMemory::DmaBuf { fd, offset, iface, device } => {
                     let kind = iface.map_or(IfaceKind::SYSTEM, |iface| iface.kind());
                     let owner = AddressOwner { iface: kind, device: *device, allocation: None };
                     // SAFETY: the caller of this function upholds the same contract for each
@@ -500,7 +500,7 @@ unsafe impl PathSelector for DefaultPathSelector {
                     let search = unsafe { PathSearch::new(self, *target, &owner, *iface) };
                     done(register_dma_buf(search, *fd, *offset)?);
                 }
-                Memory::Host { .. } | Memory::Part { .. } => {
+                RegisteredMemory::Host { .. } | RegisteredMemory::Part { .. } => {
                     return Err(Error::new(ErrorKind::InvalidArgument, "path")
                         .context("range", target.registration.ranges[0])
                         .remedy(

@@ -15,7 +15,7 @@ use hmem_core::{
     Result,
     iface::AllocRequest,
     path::{Attempt, Target},
-    registration::{KeyRequest, Memory, Registration},
+    registration::{KeyRequest, RegisteredMemory, Registration},
     registry::AddressOwner,
 };
 
@@ -58,7 +58,7 @@ pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
     let span =
         tracing::debug_span!("probe", iface = %search.iface_name(), nic = %search.attr().nic);
     let _entered = span.enter();
-    let Memory::Device { iface, .. } = &search.registration.memory else {
+    let RegisteredMemory::Device { iface, .. } = &search.registration.memory else {
         return ProbeResult::Unknown;
     };
     let active = iface.is_device_active(device_of(search)).inspect_err(note_failure);
@@ -120,7 +120,11 @@ impl<'a> Page<'a> {
         };
         let registration = Registration {
             ranges: &ranges,
-            memory: Memory::Device { iface: self.iface, allocations: &allocations, owned: true },
+            memory: RegisteredMemory::Device {
+                iface: self.iface,
+                allocations: &allocations,
+                owned: true,
+            },
             key: KeyRequest::Provider,
             flags: MrFlags::empty(),
             page_size: 0,

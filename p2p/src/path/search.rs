@@ -11,7 +11,7 @@ use hmem_core::{
     iface::DmaBufMapping,
     path::{Attempt, DirectPath, ExportUnit, P2pPolicy, Target, Trace},
     provider::{Backing, Nic, Piece, ProviderAttr, ProviderDomain, ProviderRegion},
-    registration::{Memory, Registration},
+    registration::{RegisteredMemory, Registration},
     registry::AddressOwner,
 };
 
@@ -155,7 +155,10 @@ impl<'a> PathSearch<'a> {
         let pieces: Vec<_> = match variant {
             PathVariant::DmaBuf(mapping) => return self.take_dma_bufs(mapping, exports),
             PathVariant::HostPages => {
-                let owned = matches!(self.registration.memory, Memory::Device { owned: true, .. });
+                let owned = matches!(
+                    self.registration.memory,
+                    RegisteredMemory::Device { owned: true, .. }
+                );
                 self.pieces(|_| Backing::Host { owned })
             }
             PathVariant::PeerMemory => exports.peer_memory(self.nic())?,
