@@ -23,7 +23,7 @@ const PAGE: u64 = 4096;
 const COUNT: usize = 2_000;
 
 /// Maximum length of a handle's `Debug` text, in bytes.
-const MAX_LEN: usize = 4_000;
+const MAX_LEN: usize = 5_000;
 
 fn check(name: &str, value: &dyn Debug) {
     for text in [format!("{value:?}"), format!("{value:#?}")] {

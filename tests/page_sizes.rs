@@ -129,7 +129,7 @@ fn page_size_is_no_literal() {
 
 #[test]
 fn literal_is_found_in_code_only() {
-    let text = "const PAGE: u64 = 4096;\n// 4096\nlet a = x & !0xfff;\nlet b = 14096 + 0x1000_0000;\n\
+    let text = "const PAGE: u64 = 4096;\n// 4096\nlet a = x & !0xfff;\nlet b = 14096;\n\
                 #[cfg(test)]\nmod tests {\n    let c = 4096;\n";
     let found: Vec<_> = suspects(text).into_iter().map(|(number, _)| number).collect();
     assert_eq!(found, [1, 3]);

@@ -196,12 +196,12 @@ const TASKS: &[Task] = &[
     },
     Task {
         name: "aarch64-64k",
-        about: "all tests in an emulated aarch64 machine with pages of 64 KiB, whose kernel is built",
+        about: "all tests in an emulated aarch64 machine with pages of 64 KiB; builds its kernel",
         steps: &[step(&["tests/vm/run", "--target", "aarch64", "--workspace", "--pages", "64"])],
     },
     Task {
         name: "aarch64-quick",
-        about: "CI's part of aarch64: hooks, monitors, cache and registrations, with pages of 16 KiB",
+        about: "the main part of aarch64: hooks, monitors, cache, registrations; pages of 16 KiB",
         steps: &[step(&[
             "tests/vm/run",
             "--target",

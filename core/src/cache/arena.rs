@@ -33,8 +33,8 @@ mod mapped {
     use super::Zeroed;
     use crate::{Error, Mapping, Result};
 
-    /// The accessible bytes grow by multiples of this number, which is a multiple of every page size
-    /// (4, 16 and 64 KiB).
+    /// The accessible bytes grow by multiples of this number, which is a multiple of every page
+    /// size (4, 16 and 64 KiB).
     const GROWTH: usize = 64 << 10;
 
     /// An arena with a fixed capacity. Users of the arena treat index 0 as "none".

@@ -152,8 +152,8 @@ pub(crate) fn patches_are_installed_once_and_removed_with_the_last_monitor() {
     drop(first);
     second.check().unwrap();
     unmap(block, page);
-    // The check of `second` attaches a segment to an address of its own. The page size of the segment
-    // is not known, so pages behind that address count as replaced.
+    // The check of `second` attaches a segment to an address of its own. The page size of the
+    // segment is not known, so pages behind that address count as replaced.
     let mut seen = recorder.about(here);
     seen.retain(|(cause, _)| *cause != InvalidationCause::Replace);
     assert_eq!(

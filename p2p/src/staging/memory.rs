@@ -10,8 +10,8 @@ use std::ptr;
 use hmem_core::{Error, Mapping, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise};
 
-/// Size of a huge page in bytes. Kernels for x86-64 have it, and those for arm64 with pages of 4, 16
-/// and 64 KiB. The default size of huge pages differs among them.
+/// Size of a huge page in bytes. Kernels for x86-64 have it, and those for arm64 with pages of 4,
+/// 16 and 64 KiB. The default size of huge pages differs among them.
 const HUGE_PAGE: usize = 2 << 20;
 
 /// Maps at least `len` bytes and writes to each page. Uses memory of NUMA node `node`, if it is
