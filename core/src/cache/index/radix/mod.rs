@@ -2,9 +2,9 @@
 //!
 //! The table has three levels of nodes. A slot covers 64 GiB in the root node, 16 MiB in a node of
 //! the middle level, and a page of 4 KiB in a leaf node, on machines of every page size. An entry
-//! is stored in the highest slots whose pages it all touches. A page counts even if the entry covers
-//! only a part of the page. If a slot must hold several entries, or entries and a node, it points
-//! to a chain of buckets.
+//! is stored in the highest slots whose pages it all touches. A page counts even if the entry
+//! covers only a part of the page. If a slot must hold several entries, or entries and a node, it
+//! points to a chain of buckets.
 //!
 //! Lookups and invalidations walk the table without a lock. One thread at a time alters it:
 //! [`RadixState`] is under the cache's lock.
