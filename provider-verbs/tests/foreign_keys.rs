@@ -67,26 +67,29 @@ fn region_of_another_provider_has_no_verbs_keys() {
 fn iova_of_a_request_names_the_bytes_for_work_requests_and_peers() {
     let domain = domain();
     calls();
-    let request = Request::new(memory(0x1010, 64), Access::REMOTE_READ).extension(at(0x70_0010));
+    let page = rustix::param::page_size() as u64;
+    let (start, iova) = (page + 0x10, 0x700 * page + 0x10);
+    let request = Request::new(memory(start, 64), Access::REMOTE_READ).extension(at(iova));
     let region = domain.submit(request).expect("register");
-    assert_eq!(calls(), ["reg_mr_iova2 0x1010+0x40 at 0x700010 0x4"]);
+    assert_eq!(calls(), [format!("reg_mr_iova2 {start:#x}+0x40 at {iova:#x} 0x4")]);
     let mr = VerbsMr::of(&region).expect("one registration");
-    assert_eq!((mr.range, mr.base), (range(0x1010, 64), 0x70_0010));
-    assert_eq!(region.key().expect("a key").base().0, 0x70_0010);
-    assert_eq!(region.base_addr().0, 0x70_0010);
+    assert_eq!((mr.range, mr.base), (range(start, 64), iova));
+    assert_eq!(region.key().expect("a key").base().0, iova);
+    assert_eq!(region.base_addr().0, iova);
 }
 
 /// VRB-04
 #[test]
 fn ranges_of_a_request_with_an_iova_follow_each_other() {
     let domain = domain();
-    let ranges: Box<[_]> = [range(0x1000, 4096), range(0x9000, 64)].into();
+    let page = rustix::param::page_size() as u64;
+    let ranges: Box<[_]> = [range(page, page), range(9 * page, 64)].into();
     // SAFETY: the fake library accesses no memory.
     let raw = unsafe { Raw::new(ranges, Promise::ReadWrite) };
-    let region = domain.submit(Request::new(raw, Access::SEND).extension(at(0x4000)));
+    let region = domain.submit(Request::new(raw, Access::SEND).extension(at(4 * page)));
     let region = region.expect("register");
     let bases: Vec<_> = VerbsMr::all_of(&region).expect("two").iter().map(|mr| mr.base).collect();
-    assert_eq!(bases, [0x4000, 0x5000]);
+    assert_eq!(bases, [4 * page, 5 * page]);
 }
 
 /// VRB-04
@@ -94,9 +97,10 @@ fn ranges_of_a_request_with_an_iova_follow_each_other() {
 fn iova_that_no_driver_could_use_is_refused_before_the_driver_call() {
     let domain = domain();
     calls();
-    let zero = Settings { options: VerbsOptions::ZERO_BASED, iova: Some(0x2000) };
-    for settings in [at(0x2001), at(u64::MAX - 0xfff), zero] {
-        let request = Request::new(memory(0x1000, 8192), Access::SEND).extension(settings);
+    let page = rustix::param::page_size() as u64;
+    let zero = Settings { options: VerbsOptions::ZERO_BASED, iova: Some(2 * page) };
+    for settings in [at(2 * page + 1), at(u64::MAX - (page - 1)), zero] {
+        let request = Request::new(memory(page, 2 * page), Access::SEND).extension(settings);
         let error = domain.submit(request).expect_err("no such address").error;
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{settings:?}: {error}");
     }

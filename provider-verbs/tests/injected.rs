@@ -384,7 +384,8 @@ fn unsupported_flags_are_refused_before_the_driver_call() {
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(format!("{error:#}").contains("fake0"), "{error}");
     }
-    let error = register(&domain, &[host(0x1001, 4096)], Access::SEND, VerbsOptions::ZERO_BASED)
+    let page = rustix::param::page_size() as u64;
+    let error = register(&domain, &[host(page + 1, page)], Access::SEND, VerbsOptions::ZERO_BASED)
         .expect_err("unaligned");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
     assert!(calls().is_empty(), "the driver was called");
@@ -394,17 +395,18 @@ fn unsupported_flags_are_refused_before_the_driver_call() {
 #[test]
 fn options_use_the_driver_call_that_accepts_them() {
     let domain = domain();
+    let page = rustix::param::page_size() as u64;
+    let memory = [host(page, page)];
     calls();
     let region =
-        register(&domain, &[host(0x1000, 4096)], Access::SEND, VerbsOptions::RELAXED_ORDERING)
-            .expect("register");
-    assert_eq!(calls(), ["reg_mr_iova2 0x1000+0x1000 at 0x1000 0x100000"]);
+        register(&domain, &memory, Access::SEND, VerbsOptions::RELAXED_ORDERING).expect("register");
+    assert_eq!(calls(), [format!("reg_mr_iova2 {page:#x}+{page:#x} at {page:#x} 0x100000")]);
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     verbs.deregister(region).expect("deregister");
     calls();
-    let region = register(&domain, &[host(0x1000, 4096)], Access::READ, VerbsOptions::ZERO_BASED)
-        .expect("register");
-    assert_eq!(calls(), ["reg_mr_iova2 0x1000+0x1000 at 0x0 0x21"]);
+    let region =
+        register(&domain, &memory, Access::READ, VerbsOptions::ZERO_BASED).expect("register");
+    assert_eq!(calls(), [format!("reg_mr_iova2 {page:#x}+{page:#x} at 0x0 0x21")]);
     let key = verbs.remote_key(region).expect("a key").expect("not the usual key");
     assert_eq!((key.addressing(), key.base().0), (Addressing::ZeroBased, 0));
 }

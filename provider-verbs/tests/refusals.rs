@@ -18,6 +18,7 @@ use hmem_provider_verbs::{
     sys::{AccessFlags, Functions},
 };
 use looped::Looped;
+use rustix::param::page_size;
 
 const LEN: u64 = 1024;
 
@@ -633,21 +634,22 @@ fn atomic_right_of_a_window_is_refused_without_atomics() {
 /// are those of the application's addresses.
 #[test]
 fn zero_based_region_is_addressed_from_0_on_both_sides() {
-    #[repr(align(4096))]
-    struct Page([u8; 4096]);
     let domain = open(VerbsOptions::ZERO_BASED);
     let cq = domain.open_cq(8).expect("open a queue");
     let endpoint = endpoint(&domain, &cq);
-    let mut page = Box::new(Page([0; 4096]));
-    for (at, byte) in page.0.iter_mut().enumerate() {
+    let page = page_size();
+    // Room for one aligned page.
+    let mut bytes = vec![0; 2 * page].into_boxed_slice();
+    let skip = bytes.as_ptr().align_offset(page);
+    for (at, byte) in bytes[skip..][..page].iter_mut().enumerate() {
         *byte = (at % 251) as u8;
     }
-    let page = Box::into_raw(page);
-    let start = Address(page.expose_provenance() as u64);
-    let range = AddressRange::new(start, 4096).expect("range");
+    let bytes = Box::into_raw(bytes);
+    let start = Address((bytes.cast::<u8>().expose_provenance() + skip) as u64);
+    let range = AddressRange::new(start, page as u64).expect("range");
     let local = Access::WRITE | Access::READ | Access::SEND | Access::RECV;
-    // SAFETY: the page is freed after the region is closed, and no reference to it exists until
-    // then.
+    // SAFETY: the bytes are freed after the region is closed, and no reference to them exists
+    // until then.
     let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
     let access = local | Access::REMOTE_READ | Access::REMOTE_WRITE;
     let region = domain.register(memory, access).expect("register");
@@ -675,7 +677,8 @@ fn zero_based_region_is_addressed_from_0_on_both_sides() {
     assert_eq!(wire::addresses(), expected);
     region.close().map_err(|rejected| rejected.error).expect("close");
     // SAFETY: the pointer came from `Box::into_raw`, and nothing is registered any more.
-    let bytes = unsafe { Box::from_raw(page) }.0;
+    let bytes = unsafe { Box::from_raw(bytes) };
+    let bytes = &bytes[skip..];
     for (from, to) in [(0, 1000), (1, 2000), (2, 3000)] {
         assert_eq!(bytes[to..to + 300], bytes[from..from + 300], "{from} to {to}");
     }
@@ -684,14 +687,14 @@ fn zero_based_region_is_addressed_from_0_on_both_sides() {
 /// MW-01
 #[test]
 fn windows_bind_only_to_regions_with_virtual_addresses() {
-    #[repr(align(4096))]
-    struct Page([u8; 4096]);
     let domain = open(VerbsOptions::MW_BIND | VerbsOptions::ZERO_BASED);
-    let page = Box::new(Page([0; 4096]));
-    let start = Address(page.0.as_ptr().expose_provenance() as u64);
-    let range = AddressRange::new(start, 4096).expect("range");
+    let page = page_size();
+    // Room for one aligned page.
+    let bytes = vec![0_u8; 2 * page];
+    let start = bytes.as_ptr().expose_provenance().next_multiple_of(page);
+    let range = AddressRange::new(Address(start as u64), page as u64).expect("range");
     let verbs = VerbsDomain::of(&domain).expect("verbs");
-    // SAFETY: the page outlives the region, and nothing is transferred.
+    // SAFETY: the bytes outlive the region, and nothing is transferred.
     let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
     let region = domain.register(memory, Access::RECV).expect("register");
     let handle = region.provider_region().expect("handle");

@@ -185,12 +185,13 @@ fn transfer_to_a_dead_peer_is_unreachable() -> Outcome {
 fn region_of_parallel_registrations_works_as_one() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
-    let len = 40 * 4096 + 100;
+    let page = rustix::param::page_size();
+    let len = 40 * page + 100;
     let (from, to) = (Pages::new(len), Pages::new(len));
     let bytes = from.fill(41);
     // SAFETY: the pages outlive the region.
     let memory = unsafe { Raw::new(to.part(50, len as u64 - 50), Promise::ReadWrite) };
-    let parallel = Parallel { threads: 3, chunk: 8 * 4096, progress: None };
+    let parallel = Parallel { threads: 3, chunk: 8 * page as u64, progress: None };
     let near = pair.near.register(from.range(), LOCAL).expect("register");
     let request = Request::new(memory, REMOTE).parallel(parallel);
     let far = pair.far.domain.submit(request).expect("register");
@@ -206,8 +207,9 @@ fn region_of_parallel_registrations_works_as_one() -> Outcome {
 
 fn region_over_the_device_limit_works_as_one() -> Outcome {
     let name = device()?;
-    let pair = Pair::with(&name, Verbs::builder().max_registration(3 * 4096));
-    let len = 10 * 4096 + 100;
+    let page = rustix::param::page_size();
+    let pair = Pair::with(&name, Verbs::builder().max_registration(3 * page as u64));
+    let len = 10 * page + 100;
     let (from, to) = (Pages::new(len), Pages::new(len));
     let bytes = from.fill(77);
     let near = pair.near.register(from.part(50, len as u64 - 50), LOCAL).expect("register");
