@@ -17,6 +17,7 @@ use hmem::{
     prefault,
     provider::{DomainRequest, LiveObjects, Provider, ProviderAttr, ProviderDomain},
 };
+use rustix::param::page_size;
 
 use crate::{
     child,
@@ -288,9 +289,10 @@ fn registration_in_the_driver_blocks_no_other_call(config: &TestConfig) {
     });
 }
 
-/// Returns the number of 4 KiB pages of `pages` that are resident.
+/// Returns the number of pages of `pages` that are resident.
 fn present(pages: &HostPages) -> usize {
-    let (start, len) = (pages.range().start().0 / 4096, pages.range().len() as usize / 4096);
+    let (page, range) = (page_size(), pages.range());
+    let (start, len) = (range.start().0 / page as u64, range.len() as usize / page);
     let mut entries = vec![0u8; len * 8];
     fs::File::open("/proc/self/pagemap")
         .and_then(|map| map.read_exact_at(&mut entries, start * 8))
@@ -321,7 +323,7 @@ fn huge_range_is_prefaulted_in_parallel_and_reports_progress() {
     reports.sort_unstable();
     assert_eq!(reports.last(), Some(&(LEN as u64, LEN as u64)));
     assert!(reports.windows(2).all(|pair| pair[0].0 < pair[1].0), "progress goes up: {reports:?}");
-    assert_eq!(present(&pages), LEN / 4096);
+    assert_eq!(present(&pages), LEN / page_size());
 }
 
 fn registering_prefaults_on_request_and_reports_progress(config: &TestConfig) {
@@ -337,7 +339,7 @@ fn registering_prefaults_on_request_and_reports_progress(config: &TestConfig) {
     }
     let prefault = Some(Prefault { threads: 0, progress: Some(&progress) });
     let touched = net.try_expose(&MrAttr { prefault, ..attr }, MrFlags::empty()).expect("register");
-    assert_eq!(present(memory.pages()), 256);
+    assert_eq!(present(memory.pages()), (1 << 20) / page_size());
     assert_eq!(reports.lock().expect("not poisoned").last(), Some(&(1 << 20, 1 << 20)));
     drop((untouched, touched));
     memory.pages().remove_pages();
