@@ -11,9 +11,9 @@ use std::{
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-const FAMILIES: [&str; 17] = [
+const FAMILIES: [&str; 18] = [
     "MR", "MODE", "KEY", "EVT", "SUB", "VRB", "MW", "HM", "CACHE", "MON", "P2P", "BNC", "DIAG",
-    "REL", "FAB", "LIFE", "DOOR",
+    "REL", "ARM", "FAB", "LIFE", "DOOR",
 ];
 
 /// Macros that define one test for each entry.

@@ -101,7 +101,8 @@ named_enum! {
         InsideRegion = "inside-region",
         /// A window can grant only rights of peers.
         RemoteRightsOnly = "remote-rights-only",
-        /// A window can be bound only to a region with virtual addressing.
+        /// A window can be bound only to a region that peers reach by virtual addresses, which is
+        /// no zero-based region.
         RegionIsVirtual = "region-is-virtual",
         /// A domain in RAW mode has no windows, because windows have no raw keys.
         NoRawKeys = "no-raw-keys",

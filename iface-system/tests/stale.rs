@@ -29,6 +29,7 @@ use monitors::*;
 
 cases! {
     without_a_monitor_every_cause_leaves_stale_hits,
+    /// ARM-04
     memhooks_leave_no_stale_hits_for_any_thread,
     userfaultfd_leaves_no_stale_hits_for_the_unmapping_thread,
     discarded_page_is_no_stale_hit_under_userfaultfd,

@@ -6,20 +6,7 @@ mod topology_machines;
 use hmem_core::{ErrorKind, provider::Nic};
 use hmem_p2p::topology::{BusId, Distance, Locality, NearestNics, Topology};
 use proptest::{prelude::*, sample};
-use topology_machines::recording;
-
-const MACHINES: [&str; 10] = [
-    "dgx-a100",
-    "hgx-h100",
-    "two-socket-acs",
-    "switch-acs",
-    "cloud-vm",
-    "laptop",
-    "gh200",
-    "gb200",
-    "gb200-efa",
-    "gb10",
-];
+use topology_machines::{MACHINES, recording};
 
 fn open(name: &str) -> Topology {
     Topology::open(recording(name)).unwrap_or_else(|error| panic!("{name}: {error}"))

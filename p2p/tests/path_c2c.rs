@@ -70,7 +70,7 @@ fn calls(decision: &Decision) -> Vec<&str> {
     decision.attempts.iter().map(|attempt| attempt.call.as_str()).collect()
 }
 
-/// HM-09, P2P-03: the mapping depends on the NIC's place, and the reason names it.
+/// ARM-05, HM-09, P2P-03: the mapping depends on the NIC's place, and the reason names it.
 #[test]
 fn each_nic_has_the_mapping_that_leads_to_the_device() {
     let machine = Machine::gb200_efa(OPEN);

@@ -13,20 +13,7 @@ use hmem_p2p::{
         Acs, BusId, Distance, IommuMode, Port, RdmaDevice, Redirection, Role, Setting, Topology,
     },
 };
-use topology_machines::{Folder, SECRETS, SERIAL, fixtures, make, recording};
-
-const MACHINES: [&str; 10] = [
-    "dgx-a100",
-    "hgx-h100",
-    "two-socket-acs",
-    "switch-acs",
-    "cloud-vm",
-    "laptop",
-    "gh200",
-    "gb200",
-    "gb200-efa",
-    "gb10",
-];
+use topology_machines::{Folder, MACHINES, SECRETS, SERIAL, fixtures, make, recording};
 
 fn open(name: &str) -> Topology {
     Topology::open(recording(name)).unwrap_or_else(|error| panic!("{name}: {error}"))

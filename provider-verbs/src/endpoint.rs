@@ -267,12 +267,13 @@ impl Endpoint {
         drained
     }
 
-    /// Resets the queue pair, and then completes the requests in flight as canceled: until the
-    /// reset, the NIC may use their memory. Does nothing if the endpoint was never connected.
+    /// Resets the queue pair, after which the NIC no longer uses the memory of the requests in
+    /// flight, and then completes them as canceled. Does nothing if the endpoint was never
+    /// connected.
     ///
     /// A work completion of a canceled request may still be in the NIC's queue.
-    /// [`Poster::complete`] ignores that completion. The caller unlocks the poster and then calls
-    /// [`Endpoint::settle_reset`].
+    /// [`Poster::complete`] ignores that completion. Afterwards the caller must unlock `state`, and
+    /// then call [`Endpoint::settle_reset`].
     ///
     /// # Errors
     /// - Busy: a type 2A window is bound through the queue pair.

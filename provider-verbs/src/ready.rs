@@ -23,7 +23,8 @@ use rustix::event::{
 #[derive(Debug, Default)]
 pub(super) struct Ready {
     state: Mutex<ReadyState>,
-    /// The fds on which threads sleep. The first call that needs one of them creates both.
+    /// The epoll fd on which threads sleep, and the event fd that wakes them. The first call that
+    /// needs one of the two creates both.
     alarm: OnceLock<Alarm>,
 }
 

@@ -84,8 +84,8 @@ impl FreeSubscriptions {
     ///
     /// The subscription does not detect a free that ended before this call. A domain's cache
     /// queries the memory after `subscribe` to detect such a free. If the iface has no allocation
-    /// identities, the monitor itself must query the memory after this call, and fail if the memory
-    /// is gone.
+    /// identities, `subscribe` of the monitor must query the memory after this call, and return an
+    /// error if the memory is gone.
     pub fn add(&self, range: AddressRange, invalidator: Arc<dyn Invalidator>) -> Subscription {
         let watch = WatchedRange { range, invalidator, active: Arc::new(Mutex::new(true)) };
         let mut watched = self.0.lock();

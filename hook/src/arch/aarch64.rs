@@ -284,6 +284,7 @@ mod tests {
         }
     }
 
+    /// ARM-03
     #[test]
     fn instruction_at_which_indirect_calls_arrive_stays() {
         let bti = decode(0, &entry(&[0xd503_245f, 0xd280_1ae8, SVC_0]), Some(215)).unwrap();

@@ -19,7 +19,7 @@ use patching::*;
 use subscribing::*;
 
 cases! {
-    /// MON-03
+    /// MON-03, ARM-03
     each_function_notifies_before_and_after,
     /// MON-03
     results_and_errno_are_those_of_the_c_library,

@@ -10,6 +10,20 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
+/// The recorded machines.
+pub(crate) const MACHINES: [&str; 10] = [
+    "dgx-a100",
+    "hgx-h100",
+    "two-socket-acs",
+    "switch-acs",
+    "cloud-vm",
+    "laptop",
+    "gh200",
+    "gb200",
+    "gb200-efa",
+    "gb10",
+];
+
 /// Private texts in the files of every machine, which no recording may contain. [`SERIAL`] is their
 /// binary counterpart.
 pub(crate) const SECRETS: [&str; 9] = [
