@@ -76,13 +76,15 @@ fn failed_registration_fails_all_waiters_and_leaves_nothing() {
     std::thread::scope(|scope| {
         let first = scope.spawn(|| cache.get_or_register(&key(0, PAGE)).map(|lease| lease.id));
         records.registering.until_held(1);
-        let others: Vec<_> = (1..THREADS)
-            .map(|_| scope.spawn(|| cache.get_or_register(&key(0, PAGE)).map(|lease| lease.id)))
+        let others: Vec<_> = (2..=THREADS)
+            .map(|leases| {
+                spawn_asleep(
+                    scope,
+                    || cache.statistics().leases >= leases,
+                    || cache.get_or_register(&key(0, PAGE)).map(|lease| lease.id),
+                )
+            })
             .collect();
-        // A waiter publishes its lease before it waits, so that the statistics show it.
-        while cache.statistics().leases < THREADS {
-            std::thread::yield_now();
-        }
         records.registering.release();
         let error = first.join().unwrap().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::BadAddress);
@@ -269,10 +271,7 @@ fn waiter_for_a_registration_that_panics_gets_an_error() {
         let look_up = || cache.get_or_register(&key(0, PAGE)).map(|lease| lease.id);
         let first = scope.spawn(look_up);
         records.registering.until_held(1);
-        let second = scope.spawn(look_up);
-        while cache.statistics().leases < 2 {
-            thread::yield_now();
-        }
+        let second = spawn_asleep(scope, || cache.statistics().leases >= 2, look_up);
         records.registering.release();
         assert!(first.join().is_err(), "the panic reaches the caller");
         let error = second.join().expect("no panic").unwrap_err();
@@ -326,6 +325,26 @@ fn refused_deregistration_is_retried_and_loses_no_region() {
     assert_empty(&records);
 }
 
+/// Runs `run` on a new thread. Returns once `ready` returns true and the thread sleeps after that,
+/// or once the thread has ended. A lookup that waits for another thread's registration holds the
+/// cache's lock from the publication of its lease until it sleeps.
+fn spawn_asleep<'s, T: Send + 's>(
+    scope: &'s thread::Scope<'s, '_>,
+    ready: impl Fn() -> bool,
+    run: impl FnOnce() -> T + Send + 's,
+) -> thread::ScopedJoinHandle<'s, T> {
+    let (sender, receiver) = mpsc::channel();
+    let handle = scope.spawn(move || {
+        sender.send(rustix::thread::gettid()).unwrap();
+        run()
+    });
+    let id = receiver.recv().unwrap();
+    while !(handle.is_finished() || ready() && is_asleep(id)) {
+        thread::yield_now();
+    }
+    handle
+}
+
 /// Returns whether a thread of this process sleeps.
 fn is_asleep(thread: rustix::thread::Pid) -> bool {
     let stat =
@@ -341,16 +360,7 @@ fn try_clear_waits_for_deregistrations_of_the_worker() {
     cache.invalidate(range(0, PAGE));
     records.deregistering.until_held(1);
     thread::scope(|scope| {
-        let (sender, receiver) = mpsc::channel();
-        let cache = &cache;
-        let emptying = scope.spawn(move || {
-            sender.send(rustix::thread::gettid()).unwrap();
-            cache.try_clear()
-        });
-        let its_thread = receiver.recv().unwrap();
-        while !emptying.is_finished() && !is_asleep(its_thread) {
-            thread::yield_now();
-        }
+        let emptying = spawn_asleep(scope, || true, || cache.try_clear());
         let waits = !emptying.is_finished();
         records.deregistering.release();
         emptying.join().unwrap().unwrap();
