@@ -71,9 +71,10 @@ fn worker_deregisters_when_the_last_lease_ends() {
 
 #[test]
 fn application_invalidates_bytes_and_monitors_invalidate_pages() {
+    let page = page();
     let (cache, _records) = cache(Limits::default());
     let base = 1 << 30;
-    let keys: Vec<_> = (0..8).map(|i| key(base + i * PAGE + 100, 200)).collect();
+    let keys: Vec<_> = (0..8).map(|i| key(base + i * page + 100, 200)).collect();
     let huge = key(base - (1 << 24), 1 << 23);
     for key in keys.iter().chain([&huge]) {
         cache.get_or_register(key).unwrap();
@@ -82,15 +83,17 @@ fn application_invalidates_bytes_and_monitors_invalidate_pages() {
     // Ranges that miss all entries: between entries, up to the first byte of an entry, after the
     // last byte of another, and empty.
     cache.invalidate(range(base, 100));
-    cache.invalidate(range(base + 300, PAGE - 200));
+    cache.invalidate(range(base + 300, page - 200));
     assert_eq!(left(), [0, 1, 2, 3, 4, 5, 6, 7]);
-    cache.invalidate(range(base + 2 * PAGE + 4000, PAGE + 196));
-    cache.invalidate(range(base + 5 * PAGE + 299, 10));
+    cache.invalidate(range(base + 2 * page + page - 96, page + 196));
+    cache.invalidate(range(base + 5 * page + 299, 10));
     cache.invalidate(range(base, 0));
     assert_eq!(left(), [0, 1, 2, 4, 6, 7]);
-    cache.invalidate_with_callback(range(base + 6 * PAGE + 300, 10), || {});
+    cache.invalidate_with_callback(range(base + 6 * page + 300, 10), || {});
     assert_eq!(left(), [0, 1, 2, 4, 6, 7]);
-    cache.invalidator().invalidate(range(base + 3 * PAGE + 4000, 200), InvalidationCause::Unmap);
+    cache
+        .invalidator()
+        .invalidate(range(base + 3 * page + page - 96, 200), InvalidationCause::Unmap);
     assert_eq!(left(), [0, 1, 2, 6, 7]);
     assert!(cache.find(&huge).is_some());
     cache.invalidate(range(0, u64::MAX));
@@ -140,17 +143,18 @@ fn invalidation_during_registration_gives_an_invalidated_lease() {
 /// CACHE-09
 #[test]
 fn registration_during_an_invalidation_is_invalidated() {
+    let page = page();
     let (cache, records) = cache(Limits::default());
     let invalidator = Arc::clone(cache.invalidator());
-    let change = invalidator.invalidate_start(range(0, 4 * PAGE), InvalidationCause::Remap);
-    let beside = invalidator.invalidate_start(range(1 << 30, PAGE), InvalidationCause::Unmap);
+    let change = invalidator.invalidate_start(range(0, 4 * page), InvalidationCause::Remap);
+    let beside = invalidator.invalidate_start(range(1 << 30, page), InvalidationCause::Unmap);
     for _ in 0..3 {
-        assert!(cache.get_or_register(&key(3 * PAGE, PAGE)).unwrap().is_invalidated());
+        assert!(cache.get_or_register(&key(3 * page, page)).unwrap().is_invalidated());
     }
-    assert!(!cache.get_or_register(&key(4 * PAGE, PAGE)).unwrap().is_invalidated());
+    assert!(!cache.get_or_register(&key(4 * page, page)).unwrap().is_invalidated());
     invalidator.invalidate_end(change);
     invalidator.invalidate_end(beside);
-    assert!(!cache.get_or_register(&key(3 * PAGE, PAGE)).unwrap().is_invalidated());
+    assert!(!cache.get_or_register(&key(3 * page, page)).unwrap().is_invalidated());
     cache.reclaim();
     assert_eq!(records.live(), 2);
     assert_eq!(cache.statistics().invalidations(InvalidationCause::Remap), 3);
@@ -196,12 +200,13 @@ fn closed_gate_allows_no_hit() {
 /// first and last page.
 #[test]
 fn monitors_range_covers_its_first_and_last_page() {
+    let page = page();
     let (cache, _records) = cache(Limits::default());
     let invalidator = cache.invalidator();
     // The entries on pages 1 and 2 share no byte with the range, which lies between them.
-    let (before, after) = (key(PAGE, 100), key(3 * PAGE - 100, 100));
-    let beside = [key(0, PAGE), key(3 * PAGE, PAGE)];
-    let changed = range(PAGE + 200, PAGE);
+    let (before, after) = (key(page, 100), key(3 * page - 100, 100));
+    let beside = [key(0, page), key(3 * page, page)];
+    let changed = range(page + 200, page);
     let lookup = |key| cache.get_or_register(&key).unwrap();
     let leases = [before, after].map(lookup);
     let untouched = beside.map(lookup);
@@ -244,12 +249,13 @@ fn tokens_of_another_cache_change_nothing() {
 #[test]
 fn no_invalidation_is_lost_however_many_there_are() {
     const COUNT: u64 = 40_000;
+    let page = page();
     let (cache, records) = cache(Limits::default());
     let leases: Vec<_> =
-        (0..COUNT).map(|i| cache.get_or_register(&key(i * PAGE, PAGE)).unwrap()).collect();
+        (0..COUNT).map(|i| cache.get_or_register(&key(i * page, page)).unwrap()).collect();
     let invalidator = cache.invalidator();
     for i in 0..COUNT {
-        invalidator.invalidate(range(i * PAGE, PAGE), InvalidationCause::Unmap);
+        invalidator.invalidate(range(i * page, page), InvalidationCause::Unmap);
     }
     assert!(leases.iter().all(|lease| lease.is_invalidated()));
     drop(leases);

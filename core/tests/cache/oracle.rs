@@ -16,10 +16,12 @@ use hmem_core::{
     monitor::{InvalidationCause, Invalidator},
 };
 use parking_lot::Mutex;
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::{
+    mm::{MapFlags, ProtFlags, mmap, munmap},
+    param::page_size,
+};
 
 const PAGES: usize = 16;
-const PAGE: usize = 4096;
 
 /// A range of addresses, mapped to pages of a file. Each page of the file holds its own number,
 /// which identifies the page that is mapped. Threads replace the mapped pages all the time.
@@ -37,20 +39,21 @@ impl FileMapping {
         let file =
             rustix::fs::memfd_create("pages", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
         let pages = PAGES + remaps;
-        rustix::fs::ftruncate(&file, (pages * PAGE) as u64).expect("its length");
+        rustix::fs::ftruncate(&file, (pages * page_size()) as u64).expect("its length");
         for page in 0..pages as u64 {
-            rustix::io::pwrite(&file, &page.to_ne_bytes(), page * PAGE as u64).expect("its number");
+            rustix::io::pwrite(&file, &page.to_ne_bytes(), page * page_size() as u64)
+                .expect("its number");
         }
         // SAFETY: a new mapping replaces nothing.
         let base = unsafe {
-            mmap(ptr::null_mut(), PAGES * PAGE, ProtFlags::READ, MapFlags::SHARED, &file, 0)
+            mmap(ptr::null_mut(), PAGES * page_size(), ProtFlags::READ, MapFlags::SHARED, &file, 0)
         };
         let base = base.expect("a mapping").addr();
         Self { base, file, next: AtomicU64::new(PAGES as u64), changing: Mutex::new(()) }
     }
 
     fn address(&self, page: usize) -> usize {
-        self.base + page * PAGE
+        self.base + page * page_size()
     }
 
     /// Returns the number in the page that is mapped now. Another thread may replace the page at
@@ -66,14 +69,15 @@ impl FileMapping {
     /// `mmap`.
     fn replace(&self, page: usize, invalidator: &dyn Invalidator) {
         let _one_at_a_time = self.changing.lock();
-        let range =
-            AddressRange::new(Address(self.address(page) as u64), PAGE as u64).expect("no wrap");
+        let range = AddressRange::new(Address(self.address(page) as u64), page_size() as u64)
+            .expect("no wrap");
         let change = invalidator.invalidate_start(range, InvalidationCause::Replace);
-        let from = self.next.fetch_add(1, Ordering::Relaxed) * PAGE as u64;
+        let from = self.next.fetch_add(1, Ordering::Relaxed) * page_size() as u64;
         let at = ptr::with_exposed_provenance_mut(self.address(page));
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: replaces a page of this mapping, which is only read through atomics.
-        unsafe { mmap(at, PAGE, ProtFlags::READ, flags, &self.file, from) }.expect("a mapping");
+        unsafe { mmap(at, page_size(), ProtFlags::READ, flags, &self.file, from) }
+            .expect("a mapping");
         invalidator.invalidate_end(change);
     }
 }
@@ -81,7 +85,7 @@ impl FileMapping {
 impl Drop for FileMapping {
     fn drop(&mut self) {
         // SAFETY: the mapping belongs to this value, and no reference to it is left.
-        unsafe { munmap(ptr::with_exposed_provenance_mut(self.base), PAGES * PAGE) }
+        unsafe { munmap(ptr::with_exposed_provenance_mut(self.base), PAGES * page_size()) }
             .expect("unmapped");
     }
 }
@@ -133,8 +137,8 @@ impl CacheBackend for Pinning {
             let kind = kinds[self.calls.load(Ordering::Relaxed) as usize % 2];
             return Err(Error::new(kind, "register"));
         }
-        let first = (key.range().start().0 as usize - self.mapping.base) / PAGE;
-        let pages = (key.range().len() as usize).div_ceil(PAGE);
+        let first = (key.range().start().0 as usize - self.mapping.base) / page_size();
+        let pages = (key.range().len() as usize).div_ceil(page_size());
         let numbers = (first..first + pages).map(|page| self.mapping.number_at(page)).collect();
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.alive.lock().insert(id, ());
@@ -178,7 +182,8 @@ fn run(threads: usize, rounds: usize, limits: Limits, failing: u64, seed: u64) {
                     let first = draw(PAGES);
                     let pages = 1 + draw(PAGES - first).min(3);
                     let start = Address(mapping.address(first) as u64);
-                    let range = AddressRange::new(start, (pages * PAGE) as u64).expect("no wrap");
+                    let range =
+                        AddressRange::new(start, (pages * page_size()) as u64).expect("no wrap");
                     let key = Key::new(range, Access::SEND).expect("a key");
                     // Only this thread replaces its own pages, so their numbers are stable here.
                     if let Ok(lease) = cache.get_or_register(&key) {
@@ -299,7 +304,7 @@ mod properties {
                 match step {
                     Step::Get { first, pages, keep } => {
                         let start = Address(mapping.address(first) as u64);
-                        let range = AddressRange::new(start, (pages * PAGE) as u64).unwrap();
+                        let range = AddressRange::new(start, (pages * page_size()) as u64).unwrap();
                         let key = Key::new(range, Access::SEND).unwrap();
                         let Ok(lease) = cache.get_or_register(&key) else { continue };
                         for page in first..first + pages {

@@ -190,7 +190,13 @@ fn touches(memory: &Mutex<Option<Key>>, key: &Key) -> bool {
     memory.lock().is_some_and(|memory| memory.range().overlaps(key.range()))
 }
 
+/// The length of most ranges. Tests that depend on the pages of the machine use [`page`].
 pub(crate) const PAGE: u64 = 4096;
+
+/// Returns the page size of the machine. The ranges of monitors affect whole pages of this size.
+pub(crate) fn page() -> u64 {
+    rustix::param::page_size() as u64
+}
 
 pub(crate) fn range(start: u64, len: u64) -> AddressRange {
     AddressRange::new(Address(start), len).expect("no wrap")
