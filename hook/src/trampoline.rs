@@ -179,11 +179,18 @@ mod tests {
 
     #[test]
     fn gaps_are_free_and_keep_clear_of_the_stack() {
-        let maps = "10000-20000 r-xp 0 0:0 0 /a\n\
-                    21000-30000 r-xp 0 0:0 0 /b\n\
-                    40000000-40001000 rw-p 0 0:0 0 \n\
-                    7ff000000000-7ff000021000 rw-p 0 0:0 0   [stack]\n";
-        let found: Vec<_> = gaps(maps, 0x1000).collect();
-        assert_eq!(found, [0x20000, 0x13_0000, 0x3fef_f000, 0x4010_1000]);
+        let page = page_size() as u64;
+        let maps = format!(
+            "10000-20000 r-xp 0 0:0 0 /a\n\
+             {:x}-{:x} r-xp 0 0:0 0 /b\n\
+             40000000-{:x} rw-p 0 0:0 0 \n\
+             7ff000000000-7ff000021000 rw-p 0 0:0 0   [stack]\n",
+            0x2_0000 + page,
+            0x2_0000 + 16 * page,
+            0x4000_0000 + page,
+        );
+        let found: Vec<_> = gaps(&maps, page).collect();
+        let after_b = 0x12_0000 + 16 * page;
+        assert_eq!(found, [0x2_0000, after_b, 0x3ff0_0000 - page, 0x4010_0000 + page]);
     }
 }

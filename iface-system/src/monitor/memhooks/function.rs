@@ -284,21 +284,23 @@ mod tests {
     #[test]
     fn call_affects_exactly_the_ranges_of_its_arguments() {
         use Function::*;
+        let page = sys::page_size() as usize;
+        let bytes = page as u64;
         let (may_move, fixed, keep) = (1_usize, 3_usize, 5_usize);
-        assert_eq!(affected(Munmap, &[0x10000, 1]), [(0x10000, 4096, InvalidationCause::Unmap)]);
+        assert_eq!(affected(Munmap, &[0x10000, 1]), [(0x10000, bytes, InvalidationCause::Unmap)]);
         assert_eq!(affected(Munmap, &[0x10000, 0]), []);
         let fixed_map = libc::MAP_FIXED as usize;
         assert_eq!(
-            affected(Mmap, &[0x10000, 8192, 3, fixed_map]),
-            [(0x10000, 8192, InvalidationCause::Replace)]
+            affected(Mmap, &[0x10000, 2 * page, 3, fixed_map]),
+            [(0x10000, 2 * bytes, InvalidationCause::Replace)]
         );
-        assert_eq!(affected(Mmap, &[0x10000, 8192, 3, 0]), []);
+        assert_eq!(affected(Mmap, &[0x10000, 2 * page, 3, 0]), []);
         // Only whole huge pages can be replaced. Their size is in the flags, or else the largest
         // possible size is assumed.
         let anonymous = fixed_map | libc::MAP_ANONYMOUS as usize;
         let (huge, two_mib) = (anonymous | libc::MAP_HUGETLB as usize, 21 << libc::MAP_HUGE_SHIFT);
         for (start, flags, len) in [
-            (2 << 20, anonymous, 4096),
+            (2 << 20, anonymous, bytes),
             (2 << 20, huge, 2 << 20),
             (1 << 30, huge | two_mib, 2 << 20),
             (1 << 30, huge, 1 << 30),
@@ -308,37 +310,37 @@ mod tests {
                 [(start as u64, len, InvalidationCause::Replace)]
             );
         }
-        assert_eq!(affected(Mmap, &[0x10000, 8192, 3, libc::MAP_FIXED_NOREPLACE as usize]), []);
+        assert_eq!(affected(Mmap, &[0x10000, 2 * page, 3, libc::MAP_FIXED_NOREPLACE as usize]), []);
         // Shrinking unmaps the tail, with or without MREMAP_MAYMOVE. Growing in place unmaps
         // nothing.
         assert_eq!(
-            affected(Mremap, &[0x10000, 0x4000, 0x1000, 0]),
-            [(0x11000, 0x3000, InvalidationCause::Remap)]
+            affected(Mremap, &[0x10000, 4 * page, page, 0]),
+            [(0x10000 + bytes, 3 * bytes, InvalidationCause::Remap)]
         );
         assert_eq!(
-            affected(Mremap, &[0x10000, 0x4000, 0x1000, may_move]),
-            [(0x11000, 0x3000, InvalidationCause::Remap)]
+            affected(Mremap, &[0x10000, 4 * page, page, may_move]),
+            [(0x10000 + bytes, 3 * bytes, InvalidationCause::Remap)]
         );
-        assert_eq!(affected(Mremap, &[0x10000, 0x1000, 0x4000, 0]), []);
+        assert_eq!(affected(Mremap, &[0x10000, page, 4 * page, 0]), []);
         assert_eq!(
-            affected(Mremap, &[0x10000, 0x1000, 0x4000, may_move]),
-            [(0x10000, 0x1000, InvalidationCause::Remap)]
+            affected(Mremap, &[0x10000, page, 4 * page, may_move]),
+            [(0x10000, bytes, InvalidationCause::Remap)]
         );
         assert_eq!(
-            affected(Mremap, &[0x10000, 0x1000, 0x1000, fixed, 0x90000]),
+            affected(Mremap, &[0x10000, page, page, fixed, 0x90000]),
             [
-                (0x10000, 0x1000, InvalidationCause::Remap),
-                (0x90000, 0x1000, InvalidationCause::Replace)
+                (0x10000, bytes, InvalidationCause::Remap),
+                (0x90000, bytes, InvalidationCause::Replace)
             ]
         );
         assert_eq!(
-            affected(Mremap, &[0x10000, 0x1000, 0x1000, keep]),
-            [(0x10000, 0x1000, InvalidationCause::Remap)]
+            affected(Mremap, &[0x10000, page, page, keep]),
+            [(0x10000, bytes, InvalidationCause::Remap)]
         );
         for advice in [4, 8, 9, 24, 102] {
             assert_eq!(
-                affected(Madvise, &[0x10000, 4096, advice]),
-                [(0x10000, 4096, InvalidationCause::Discard)]
+                affected(Madvise, &[0x10000, page, advice]),
+                [(0x10000, bytes, InvalidationCause::Discard)]
             );
             assert_eq!(
                 affected(ProcessMadvise, &[9, 9, 9, advice]),
@@ -346,21 +348,21 @@ mod tests {
             );
         }
         for advice in [0, 1, 2, 3, 10, 14, 20, 21, 22, 23, 103] {
-            assert_eq!(affected(Madvise, &[0x10000, 4096, advice]), []);
+            assert_eq!(affected(Madvise, &[0x10000, page, advice]), []);
             assert_eq!(affected(ProcessMadvise, &[9, 9, 9, advice]), []);
         }
         assert_eq!(affected(Brk, &[0]), []);
         assert_eq!(affected(Brk, &[usize::MAX / 2]), []);
         assert_eq!(affected(Shmat, &[0, 0x10000, 0]), []);
         assert_eq!(
-            affected(RemapFilePages, &[0x10001, 8191, 0, 7, 0]),
-            [(0x10000, 4096, InvalidationCause::Replace)]
+            affected(RemapFilePages, &[0x10001, 2 * page - 1, 0, 7, 0]),
+            [(0x10000, bytes, InvalidationCause::Replace)]
         );
-        assert_eq!(affected(RemapFilePages, &[0x10000, 4095, 0, 7, 0]), []);
+        assert_eq!(affected(RemapFilePages, &[0x10000, page - 1, 0, 7, 0]), []);
         // No huge page can begin at this address, so the kernel is not asked for the page size.
         assert_eq!(
-            affected(Mmap, &[0x1000, 1, 3, fixed_map, usize::MAX]),
-            [(0x1000, 4096, InvalidationCause::Replace)]
+            affected(Mmap, &[page, 1, 3, fixed_map, usize::MAX]),
+            [(bytes, bytes, InvalidationCause::Replace)]
         );
         // A length that would wrap around is cut at the end of the address space.
         assert_eq!(
