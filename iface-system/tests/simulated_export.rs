@@ -24,14 +24,22 @@ fn turn() -> std::sync::MutexGuard<'static, ()> {
 fn unaligned_exports_reach_exactly_their_bytes() {
     let _turn = turn();
     let simulated = simulated();
-    let decoy = device(&simulated, 4096);
-    simulated.write_bytes(decoy.base(), &[0xee; 4096]).unwrap();
-    let allocation = device(&simulated, 100_000);
-    let bytes = pattern(100_000, 1);
+    let page = page();
+    let whole = 24 * page + 1696;
+    let decoy = device(&simulated, page);
+    simulated.write_bytes(decoy.base(), &vec![0xee; page as usize]).unwrap();
+    let allocation = device(&simulated, whole);
+    let bytes = pattern(whole as usize, 1);
     simulated.write_bytes(allocation.base(), &bytes).unwrap();
-    for (offset, len) in
-        [(0, 1), (1, 1), (4095, 2), (4096, 4096), (5001, 33_333), (99_999, 1), (0, 100_000)]
-    {
+    for (offset, len) in [
+        (0, 1),
+        (1, 1),
+        (page - 1, 2),
+        (page, page),
+        (page + 905, 8 * page + 565),
+        (whole - 1, 1),
+        (0, whole),
+    ] {
         let range = allocation.range.slice(offset, len).unwrap();
         let export =
             simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
@@ -41,7 +49,7 @@ fn unaligned_exports_reach_exactly_their_bytes() {
 
         let written = pattern(len as usize, offset + 77);
         write_through_fd(&export, &written);
-        let mut all = vec![0; 100_000];
+        let mut all = vec![0; whole as usize];
         simulated.read_bytes(allocation.base(), &mut all).unwrap();
         let mut expected_all = bytes.clone();
         expected_all[offset as usize..(offset + len) as usize].copy_from_slice(&written);
@@ -59,13 +67,13 @@ fn unaligned_exports_reach_exactly_their_bytes() {
 fn in_a_memory_file_no_allocation_begins_at_offset_0() {
     let _turn = turn();
     let simulated = Simulated::builder().dma_buf(DmaBufKind::MemFd).build().unwrap();
-    for len in [64, 4096, 1 << 20, 200 << 20] {
+    for len in [64, page(), 1 << 20, 200 << 20] {
         let allocation = device(&simulated, len);
         let export = simulated
             .export_dma_buf(allocation.range, &nic("loop0"), DmaBufMapping::Default)
             .unwrap();
         assert_eq!(export.alloc_offset.0, 0);
-        assert!(export.offset.0 > 0 && export.offset.0.is_multiple_of(4096));
+        assert!(export.offset.0 > 0 && export.offset.0.is_multiple_of(page()));
     }
 }
 
@@ -147,7 +155,7 @@ fn live_export_keeps_its_bytes_among_thousands_of_others() {
 #[test]
 fn exported_memory_is_reused_after_its_last_user() {
     let _turn = turn();
-    let simulated = Simulated::builder().arena(1 << 20).build().unwrap();
+    let simulated = Simulated::builder().arena(256 * page()).build().unwrap();
     let mut stay = Vec::new();
     for i in 0..20_000 {
         if i % 100 == 0 {
@@ -171,16 +179,19 @@ fn exported_memory_is_reused_after_its_last_user() {
 #[test]
 fn a_virtual_allocation_lists_its_segments_and_exports_each() {
     let _turn = turn();
-    let simulated = Simulated::builder().segment_len(8192).build().unwrap();
-    let allocation = allocate(&simulated, 30_000, AllocationKind::Virtual);
-    let bytes = pattern(30_000, 3);
+    let page = page();
+    let simulated = Simulated::builder().segment_len(2 * page).build().unwrap();
+    let allocation = allocate(&simulated, 8 * page - 2768, AllocationKind::Virtual);
+    let bytes = pattern(allocation.range.len() as usize, 3);
     simulated.write_bytes(allocation.base(), &bytes).unwrap();
 
-    let range = allocation.range.slice(1000, 25_000).unwrap();
+    let range = allocation.range.slice(1000, 6 * page + 424).unwrap();
     let segments = simulated.physical_segments(range).unwrap();
     let offsets: Vec<_> =
         segments.iter().map(|s| (s.range.start().0 - allocation.base().0, s.range.len())).collect();
-    assert_eq!(offsets, [(1000, 7192), (8192, 8192), (16_384, 8192), (24_576, 1424)]);
+    let expected =
+        [(1000, 2 * page - 1000), (2 * page, 2 * page), (4 * page, 2 * page), (6 * page, 1424)];
+    assert_eq!(offsets, expected);
     assert!(segments.iter().all(|segment| segment.exportable));
     let mut read = Vec::new();
     for segment in &segments {
@@ -189,19 +200,20 @@ fn a_virtual_allocation_lists_its_segments_and_exports_each() {
         assert_eq!(export.alloc_offset.0, segment.range.start().0 - allocation.base().0);
         read.extend(read_through_fd(&export));
     }
-    assert!(read == bytes[1000..26_000]);
+    assert!(read == bytes[1000..6 * page as usize + 1424]);
 }
 
 /// HM-07
 #[test]
 fn an_export_across_segments_is_refused_naming_the_first() {
     let _turn = turn();
-    let simulated = Simulated::builder().segment_len(8192).build().unwrap();
-    let allocation = allocate(&simulated, 30_000, AllocationKind::Virtual);
-    let range = allocation.range.slice(8000, 8192).unwrap();
+    let page = page();
+    let simulated = Simulated::builder().segment_len(2 * page).build().unwrap();
+    let allocation = allocate(&simulated, 8 * page - 2768, AllocationKind::Virtual);
+    let range = allocation.range.slice(2 * page - 192, 2 * page).unwrap();
     let error = simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    let first = allocation.range.slice(8000, 192).unwrap();
+    let first = allocation.range.slice(2 * page - 192, 192).unwrap();
     assert_eq!(error.context_value("segment"), Some(first.to_string().as_str()));
 }
 
@@ -209,9 +221,10 @@ fn an_export_across_segments_is_refused_naming_the_first() {
 #[test]
 fn unexportable_segment_is_refused_and_others_export() {
     let _turn = turn();
-    let simulated = Simulated::builder().segment_len(4096).build().unwrap();
-    let allocation = allocate(&simulated, 3 * 4096, AllocationKind::Virtual);
-    simulated.set_exportable(at(&allocation, 5000), false).unwrap();
+    let page = page();
+    let simulated = Simulated::builder().segment_len(page).build().unwrap();
+    let allocation = allocate(&simulated, 3 * page, AllocationKind::Virtual);
+    simulated.set_exportable(at(&allocation, page + 904), false).unwrap();
     let segments = simulated.physical_segments(allocation.range).unwrap();
     assert_eq!(segments.iter().map(|s| s.exportable).collect::<Vec<_>>(), [true, false, true]);
     for segment in segments {
@@ -330,14 +343,15 @@ fn genuine_dma_bufs_need_udmabuf() {
     let _turn = turn();
     match Simulated::builder().dma_buf(DmaBufKind::Udmabuf).build() {
         Ok(simulated) => {
-            let allocation = device(&simulated, 10_000);
-            let bytes = pattern(10_000, 1);
+            let page = page();
+            let allocation = device(&simulated, page + 5904);
+            let bytes = pattern(page as usize + 5904, 1);
             simulated.write_bytes(allocation.base(), &bytes).unwrap();
-            let range = allocation.range.slice(4100, 5000).unwrap();
+            let range = allocation.range.slice(page + 4, 5000).unwrap();
             let export =
                 simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
             assert_eq!(export.offset.0, 4);
-            assert!(read_through_fd(&export) == bytes[4100..9100]);
+            assert!(read_through_fd(&export) == bytes[page as usize + 4..][..5000]);
         }
         Err(error) => {
             println!("skipped the content of dma-bufs: {error}");

@@ -167,7 +167,7 @@ fn exhausted_window_reuses_addresses_then_fails() {
 #[test]
 fn small_allocations_share_fds_and_mappings() {
     let _turn = turn();
-    let simulated = simulated();
+    let simulated = Simulated::builder().arena(16_384 * page()).build().unwrap();
     let (fds, maps) = (open_fds(), mappings());
     let all: Vec<_> = (0..100_000).map(|_| device(&simulated, 4096)).collect();
     assert!(open_fds() - fds < 16, "{} fds", open_fds() - fds);

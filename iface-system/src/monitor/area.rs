@@ -309,7 +309,7 @@ mod tests {
     use rustix::mm::MapFlags;
 
     use super::*;
-    use crate::sys::{map_file, map_memory, sealed_memfd};
+    use crate::sys::{map_file, map_memory, page_size, sealed_memfd};
 
     #[test]
     fn query_layout_and_number_match_the_kernel_header() {
@@ -320,9 +320,10 @@ mod tests {
 
     #[test]
     fn query_and_text_return_the_same_mappings() {
-        let memfd = sealed_memfd("area", 8192).unwrap();
-        let shared = map_file(memfd.as_fd(), 8192).unwrap();
-        let anonymous = map_memory(3 * 4096, MapFlags::empty()).unwrap();
+        let page = page_size();
+        let memfd = sealed_memfd("area", 2 * page).unwrap();
+        let shared = map_file(memfd.as_fd(), 2 * page).unwrap();
+        let anonymous = map_memory(3 * page as usize, MapFlags::empty()).unwrap();
         let code = (query_and_text_return_the_same_mappings as fn() as *const ()).addr() as u64;
         let text = |address| read(File::open("/proc/self/maps").unwrap().as_fd(), address).unwrap();
         let summary = |area: Option<Area>| {
@@ -342,7 +343,7 @@ mod tests {
         };
         for (address, kind) in [
             (shared.address().0, MappingKind::File),
-            (anonymous.address().0 + 4096, MappingKind::Anonymous),
+            (anonymous.address().0 + page, MappingKind::Anonymous),
             (code, MappingKind::File),
         ] {
             let area = compare(address).unwrap();

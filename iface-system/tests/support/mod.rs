@@ -65,6 +65,11 @@ pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
+/// Returns the page size of the machine.
+pub fn page() -> u64 {
+    rustix::param::page_size() as u64
+}
+
 pub fn open_fds() -> usize {
     fs::read_dir("/proc/self/fd").expect("/proc").count()
 }
@@ -77,14 +82,14 @@ pub fn mappings() -> usize {
 pub fn resident_bytes() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("/proc");
     let pages: u64 = statm.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("statm");
-    pages * rustix::param::page_size() as u64
+    pages * page()
 }
 
 /// Maps an exported fd as an importer does, and calls `read` with the address of the exported
 /// bytes.
 pub fn through_fd(export: &DmaBufExport, read: impl FnOnce(*mut u8)) {
     use rustix::mm::ProtFlags;
-    let page = rustix::param::page_size() as u64;
+    let page = page();
     let first = export.offset.0 / page * page;
     let len = (export.offset.0 - first + export.len) as usize;
     let access = ProtFlags::READ | ProtFlags::WRITE;
