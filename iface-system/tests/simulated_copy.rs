@@ -32,18 +32,20 @@ fn copies_of_every_size_class_round_trip() {
 /// HM-03
 #[test]
 fn every_kind_copies_to_every_kind() {
-    let simulated = Simulated::builder().segment_len(8192).build().unwrap();
+    let page = page();
+    let simulated = Simulated::builder().segment_len(2 * page).build().unwrap();
+    let len = 11 * page - 56;
     for from_kind in DEVICE_KINDS {
         for to_kind in DEVICE_KINDS {
-            let (from, to) =
-                (allocate(&simulated, 50_000, from_kind), allocate(&simulated, 50_000, to_kind));
-            let bytes = pattern(45_000, 9);
+            let [from, to] =
+                [from_kind, to_kind].map(|kind| allocate(&simulated, 12 * page + 848, kind));
+            let bytes = pattern(len as usize, 9);
             simulated.write_bytes(at(&from, 3), &bytes).unwrap();
             // SAFETY: both ranges lie in allocations of the iface that are not freed during the
             // copy.
-            unsafe { simulated.copy(at(&to, 4111), at(&from, 3), 45_000).unwrap() };
-            let mut back = vec![0; 45_000];
-            simulated.read_bytes(at(&to, 4111), &mut back).unwrap();
+            unsafe { simulated.copy(at(&to, page + 15), at(&from, 3), len).unwrap() };
+            let mut back = vec![0; len as usize];
+            simulated.read_bytes(at(&to, page + 15), &mut back).unwrap();
             assert!(back == bytes, "{from_kind:?} to {to_kind:?}");
             free(&simulated, &from).unwrap();
             free(&simulated, &to).unwrap();
@@ -59,8 +61,9 @@ fn gather_of_uneven_ranges_copies_each_to_its_place() {
     let bytes = pattern(200_000, 4);
     let mut expected = vec![0_u8; 1 << 20];
     let mut from = 0;
+    let page = page() as usize;
     for (offset, len) in
-        [(1, 1), (4095, 2), (10_000, 4097), (70_001, 65_535), (999_999, 3), (300_000, 99_999)]
+        [(1, 1), (page - 1, 2), (10_000, 4097), (70_001, 65_535), (999_999, 3), (300_000, 99_999)]
     {
         simulated.write_bytes(at(&allocation, offset as u64), &bytes[from..from + len]).unwrap();
         expected[offset..offset + len].copy_from_slice(&bytes[from..from + len]);
@@ -77,21 +80,23 @@ fn gather_of_uneven_ranges_copies_each_to_its_place() {
 /// in either direction and across segments.
 #[test]
 fn overlapping_copies_move_as_memmove_does() {
-    let simulated = Simulated::builder().segment_len(4096).build().unwrap();
+    let page = page() as usize;
+    let simulated = Simulated::builder().segment_len(page as u64).build().unwrap();
+    let (whole, len, next) = (10 * page - 960, 7 * page + 1328, page + 904);
     for kind in [AllocationKind::Device, AllocationKind::Virtual] {
-        for (to, from) in [(0, 1), (1, 0), (5000, 100), (100, 5000), (4096, 0), (0, 4096)] {
-            let allocation = allocate(&simulated, 40_000, kind);
-            let mut bytes = pattern(40_000, 8);
+        for (to, from) in [(0, 1), (1, 0), (next, 100), (100, next), (page, 0), (0, page)] {
+            let allocation = allocate(&simulated, whole as u64, kind);
+            let mut bytes = pattern(whole, 8);
             simulated.write_bytes(allocation.base(), &bytes).unwrap();
             // SAFETY: both ranges lie in allocations of the iface that are not freed during the
             // copy.
             unsafe {
                 simulated
-                    .copy(at(&allocation, to as u64), at(&allocation, from as u64), 30_000)
+                    .copy(at(&allocation, to as u64), at(&allocation, from as u64), len as u64)
                     .unwrap()
             };
-            bytes.copy_within(from..from + 30_000, to);
-            let mut back = vec![0; 40_000];
+            bytes.copy_within(from..from + len, to);
+            let mut back = vec![0; whole];
             simulated.read_bytes(allocation.base(), &mut back).unwrap();
             assert!(back == bytes, "{kind:?} {from} to {to}");
             free(&simulated, &allocation).unwrap();

@@ -46,7 +46,8 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
     let mut keep = |result: Result<()>| errors.extend(result.err());
     keep(simulated.devices().map(drop));
     keep(simulated.flush_inbound(DeviceId(0)));
-    let host = [5_u8; 5000];
+    // Longer than a page.
+    let host = vec![5_u8; page() as usize + 904];
     let host_address = Address::of_ptr(host.as_ptr());
     // SAFETY: `host` outlives its registration.
     match unsafe { simulated.host_register(AddressRange::of(&host)) } {
@@ -58,7 +59,7 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
         failed => keep(failed),
     }
     for kind in DEVICE_KINDS {
-        let allocation = match try_allocate(simulated, 20_000, kind) {
+        let allocation = match try_allocate(simulated, 5 * page() - 480, kind) {
             Ok(allocation) => allocation,
             Err(error) => {
                 keep(Err(error));
@@ -68,10 +69,10 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
         keep(simulated.query(allocation.base()).map(drop));
         keep(simulated.physical_segments(allocation.range).map(drop));
         // SAFETY: the copy only reads `host`, and nothing writes to it.
-        keep(unsafe { simulated.copy(allocation.base(), host_address, 5000) });
+        keep(unsafe { simulated.copy(allocation.base(), host_address, host.len() as u64) });
         // SAFETY: the copy only reads `host`, which outlives the copy.
         keep(
-            unsafe { simulated.start_copy(allocation.base(), host_address, 5000) }
+            unsafe { simulated.start_copy(allocation.base(), host_address, host.len() as u64) }
                 .and_then(|event| event.wait()),
         );
         if kind == AllocationKind::Device {
@@ -105,7 +106,7 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
 
 fn build() -> Simulated {
     let builder = Simulated::builder()
-        .segment_len(8192)
+        .segment_len(2 * page())
         .peer_memory(true)
         .free_detection(FreeDetection::Callback);
     builder.arena(1 << 20).build().unwrap()

@@ -56,7 +56,8 @@ fn query_returns_range_kind_device_and_identity() {
 #[test]
 fn query_finds_each_of_ten_thousand_allocations() {
     let (registry, simulated) = registry(simulated());
-    let lens = [1, 63, 4095, 4096, 4097, 70_000];
+    let page = page();
+    let lens = [1, 63, page - 1, page, page + 1, 17 * page + 368];
     let allocations: Vec<Allocation> =
         (0..10_000).map(|i| device(&*simulated, lens[i % lens.len()])).collect();
     for allocation in &allocations {
@@ -114,15 +115,16 @@ fn two_simulated_devices_in_one_process_keep_their_memory_apart() {
 #[test]
 fn allocations_larger_than_many_table_blocks_are_found_everywhere() {
     let simulated = Simulated::builder().memory_per_device(1 << 40).build().unwrap();
-    let before = device(&simulated, 4096 * 3);
+    let page = page();
+    let before = device(&simulated, 3 * page);
     let large = device(&simulated, (5 << 30) + 12_345);
-    let after = device(&simulated, 4096);
+    let after = device(&simulated, page);
     let step = 3 * (1 << 20) + 17;
     for offset in (0..large.range.len()).step_by(step) {
         assert_eq!(simulated.query(at(&large, offset)).unwrap(), Some(large));
     }
     assert_eq!(simulated.query(at(&large, large.range.len() - 1)).unwrap(), Some(large));
-    assert_eq!(simulated.query(at(&before, 4096 * 3 - 1)).unwrap(), Some(before));
+    assert_eq!(simulated.query(at(&before, 3 * page - 1)).unwrap(), Some(before));
     assert_eq!(simulated.query(after.base()).unwrap(), Some(after));
     free(&simulated, &large).unwrap();
     for offset in (0..large.range.len()).step_by(step) {
@@ -251,10 +253,11 @@ proptest! {
 /// finds every allocation that stays, and none that was freed before the lookup began.
 #[test]
 fn lookups_that_race_with_frees_are_consistent() {
-    const ROUNDS: usize = 20_000;
+    const ROUNDS: u64 = 20_000;
+    let page = page();
     let simulated =
         Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap());
-    let stays: Vec<Allocation> = (0..64).map(|_| device(&*simulated, 4096)).collect();
+    let stays: Vec<Allocation> = (0..64).map(|_| device(&*simulated, page)).collect();
     let stop = Arc::new(AtomicBool::new(false));
     // The highest identity of the freed allocations.
     let gone = Arc::new(AtomicU64::new(0));
@@ -268,8 +271,8 @@ fn lookups_that_race_with_frees_are_consistent() {
                 while !stop.load(Ordering::Acquire) {
                     i += 1;
                     let kept = &stays[i as usize % stays.len()];
-                    assert_eq!(simulated.query(at(kept, i % 4096)).unwrap(), Some(*kept));
-                    let address = Address(stays[63].base().0 + 4096 + i * 512 % (4096 * 8));
+                    assert_eq!(simulated.query(at(kept, i % page)).unwrap(), Some(*kept));
+                    let address = Address(stays[63].base().0 + page + i * 512 % (8 * page));
                     let gone_before = gone.load(Ordering::Acquire);
                     if let Some(found) = simulated.query(address).unwrap() {
                         assert!(found.range.contains(address));
@@ -283,7 +286,7 @@ fn lookups_that_race_with_frees_are_consistent() {
         .collect();
     let mut made = HashMap::new();
     for round in 0..ROUNDS {
-        let allocation = device(&*simulated, 1 + (round as u64 * 977) % (4096 * 6));
+        let allocation = device(&*simulated, 1 + round * 977 % (6 * page));
         made.insert(allocation.id, allocation);
         free(&*simulated, &allocation).unwrap();
         gone.store(allocation.id.0, Ordering::Release);

@@ -94,14 +94,14 @@ fn fresh_memory_is_zeroed() {
 fn freed_address_is_reused_as_the_policy_says() {
     let _turn = turn();
     let simulated = simulated();
-    let first = device(&simulated, 8192);
+    let first = device(&simulated, 2 * page());
     free(&simulated, &first).unwrap();
-    let other = device(&simulated, 8192);
+    let other = device(&simulated, 2 * page());
     assert_ne!(other.base(), first.base());
 
     simulated.set_address_reuse(AddressReuse::JustFreed);
     free(&simulated, &other).unwrap();
-    let again = device(&simulated, 5000);
+    let again = device(&simulated, page() + 904);
     assert_eq!(again.base(), other.base());
     assert_ne!(again.id, other.id);
 }
@@ -183,7 +183,7 @@ fn a_million_allocations_leak_no_fd_and_no_memory() {
     let cycles = |from: u64, to: u64| {
         let mut kept = std::collections::VecDeque::new();
         for i in from..to {
-            let allocation = device(&simulated, 1 + i % 3 * 4096);
+            let allocation = device(&simulated, 1 + i % 3 * page());
             if i % 16 == 0 {
                 simulated.write_bytes(allocation.base(), &[1]).unwrap();
             }

@@ -98,18 +98,22 @@ fn huge_pages_work_or_the_error_has_a_remedy() {
 #[test]
 fn memory_file_export_outlives_its_allocation() {
     let system = System::new();
-    let allocation = system.memfd(50_000).unwrap();
-    let bytes = pattern(50_000, 1);
+    let page = page() as usize;
+    let whole = 12 * page + 848;
+    let allocation = system.memfd(whole as u64).unwrap();
+    let bytes = pattern(whole, 1);
     system.write_bytes(allocation.base(), &bytes).unwrap();
-    let range = allocation.range.slice(4097, 10_001).unwrap();
+    let (start, len) = (page + 1, 2 * page + 1809);
+    let end = start + len;
+    let range = allocation.range.slice(start as u64, len as u64).unwrap();
     let export = system.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
-    assert_eq!((export.alloc_offset.0, export.len), (4097, 10_001));
-    assert!(read_through_fd(&export) == bytes[4097..14_098]);
-    write_through_fd(&export, &[7; 10_001]);
-    let mut back = vec![0; 50_000];
+    assert_eq!((export.alloc_offset.0, export.len), (start as u64, len as u64));
+    assert!(read_through_fd(&export) == bytes[start..end]);
+    write_through_fd(&export, &vec![7; len]);
+    let mut back = vec![0; whole];
     system.read_bytes(allocation.base(), &mut back).unwrap();
-    assert!(back[..4097] == bytes[..4097] && back[14_098..] == bytes[14_098..]);
-    assert!(back[4097..14_098].iter().all(|byte| *byte == 7));
+    assert!(back[..start] == bytes[..start] && back[end..] == bytes[end..]);
+    assert!(back[start..end].iter().all(|byte| *byte == 7));
     free(&system, &allocation).unwrap();
     assert!(read_through_fd(&export).iter().all(|byte| *byte == 7));
     system.release_dma_buf(export).unwrap();
