@@ -21,10 +21,9 @@ use hmem_provider_loopback::{Faults, Loopback, NicCall, Progress, RemapPolicy};
 use rustix::{
     fs::{MemfdFlags, OFlags, SealFlags},
     mm::{MapFlags, MprotectFlags, ProtFlags},
+    param::page_size,
 };
 use support::*;
-
-const PAGE: usize = 4096;
 
 /// Anonymous pages. A test can remap them at the same addresses.
 struct Pages {
@@ -34,7 +33,7 @@ struct Pages {
 
 impl Pages {
     fn new(pages: usize) -> Self {
-        let len = pages * PAGE;
+        let len = pages * page_size();
         let flags = MapFlags::PRIVATE;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let start = unsafe {
@@ -66,17 +65,18 @@ impl Pages {
     }
 
     fn protect(&self, page: usize, protection: MprotectFlags) {
-        assert!(page * PAGE < self.len);
+        assert!(page * page_size() < self.len);
         // SAFETY: the page is in this object's own mapping, and nothing holds references into it.
         unsafe {
-            rustix::mm::mprotect(self.start.add(page * PAGE).cast(), PAGE, protection).unwrap()
+            rustix::mm::mprotect(self.start.add(page * page_size()).cast(), page_size(), protection)
+                .unwrap()
         }
     }
 
     /// Replaces a page by a page without access rights. Its address stays in use, so that no other
     /// memory is mapped there.
     fn punch(&self, page: usize) {
-        self.replace(page * PAGE, PAGE, ProtFlags::empty());
+        self.replace(page * page_size(), page_size(), ProtFlags::empty());
     }
 
     fn set(&self, at: usize, byte: u8) {
@@ -123,7 +123,8 @@ fn file_bytes(fd: &OwnedFd, at: u64, len: usize) -> Vec<u8> {
 
 fn file(fd: &OwnedFd, offset: u64, len: u64) -> Piece<'_> {
     Piece {
-        range: AddressRange::new(Address(0x7000_0000_0000 + offset % 4096), len).unwrap(),
+        range: AddressRange::new(Address(0x7000_0000_0000 + offset % page_size() as u64), len)
+            .unwrap(),
         backing: Backing::DmaBuf { fd: fd.as_fd(), offset: DmaBufOffset(offset) },
     }
 }
@@ -141,11 +142,12 @@ fn pinned_regions_keep_old_pages_and_others_follow_mappings() {
         let key = remote(region, pages.len as u64);
         pages.remap();
         pages.set(100, 2);
-        let source = Buffer::filled(PAGE, 9);
+        let source = Buffer::filled(page_size(), 9);
         let back = Buffer::new(pages.len);
-        pair.here.write(pair.to, &[source.whole()], &key, 5000).unwrap();
+        let at = page_size() + 904;
+        pair.here.write(pair.to, &[source.whole()], &key, at as u64).unwrap();
         pair.here.read(pair.to, &[back.whole()], &key, 0).unwrap();
-        let (mapped, read) = (pages.get(5000), (back.get(0), back.get(100), back.get(5000)));
+        let (mapped, read) = (pages.get(at), (back.get(0), back.get(100), back.get(at)));
         match memory {
             // The stale registration moves stale bytes, and the new mapping does not see the write.
             RemapPolicy::Pinned => assert_eq!((mapped, read), (0, (1, 1, 9))),
@@ -172,7 +174,8 @@ fn forked_child_cannot_use_or_close_the_parents_domain() {
         let pages = Pages::new(2);
         let region = RegAttr::key(1).register(&*domain, &[host(pages.range(), false)]).unwrap();
         let (by_thread, end) = (progress == Progress::Thread, End::open(&domain));
-        let (to, key, source) = (end.peer(&end), remote(region, 8192), Buffer::filled(1, 1));
+        let (to, key, source) =
+            (end.peer(&end), remote(region, pages.len as u64), Buffer::filled(1, 1));
         let list = [RemoteSegment { address: Iova(0), len: 1, key: &key }];
         let post = || end.post(Operation::Write { remote: &list }, &[source.whole()], to, 5);
         post().unwrap();
@@ -278,26 +281,35 @@ fn absent_pages_fail_only_the_transfer() {
     let region =
         RegAttr::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
     let key = remote(region, pages.len as u64);
-    let here = Buffer::new(2 * PAGE);
+    let here = Buffer::new(2 * page_size());
     pages.punch(1);
     pages.protect(2, MprotectFlags::READ);
     pages.protect(3, MprotectFlags::empty());
     let segment = |len| [here.segment(0, len, None)];
-    refused(pair.here.write(pair.to, &segment(8), &key, PAGE as u64), ErrorKind::BadAddress);
-    refused(pair.here.read(pair.to, &segment(8), &key, PAGE as u64 - 4), ErrorKind::BadAddress);
-    refused(pair.here.write(pair.to, &segment(8), &key, 2 * PAGE as u64), ErrorKind::BadAddress);
-    pair.here.read(pair.to, &segment(8), &key, 2 * PAGE as u64).unwrap();
-    refused(pair.here.read(pair.to, &segment(8), &key, 3 * PAGE as u64), ErrorKind::BadAddress);
+    refused(pair.here.write(pair.to, &segment(8), &key, page_size() as u64), ErrorKind::BadAddress);
     refused(
-        pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, PAGE as u64),
+        pair.here.read(pair.to, &segment(8), &key, page_size() as u64 - 4),
         ErrorKind::BadAddress,
     );
-    pair.here.write(pair.to, &segment(PAGE), &key, 0).unwrap();
+    refused(
+        pair.here.write(pair.to, &segment(8), &key, 2 * page_size() as u64),
+        ErrorKind::BadAddress,
+    );
+    pair.here.read(pair.to, &segment(8), &key, 2 * page_size() as u64).unwrap();
+    refused(
+        pair.here.read(pair.to, &segment(8), &key, 3 * page_size() as u64),
+        ErrorKind::BadAddress,
+    );
+    refused(
+        pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, page_size() as u64),
+        ErrorKind::BadAddress,
+    );
+    pair.here.write(pair.to, &segment(page_size()), &key, 0).unwrap();
     // A local descriptor of absent pages fails with the same kind of error.
     let local =
         RegAttr::key(2).register(&*pair.here.domain, &[host(pages.range(), false)]).unwrap();
     let hole = hmem_core::transfer::LocalSegment {
-        address: Address(pages.range().start().0 + PAGE as u64),
+        address: Address(pages.range().start().0 + page_size() as u64),
         len: 8,
         desc: Some(local.local),
     };
@@ -333,16 +345,18 @@ fn mmu_notify_allows_only_announced_pages() {
             RegAttr::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
         let key = remote(region, pages.len as u64);
         let here = Buffer::filled(16, 5);
-        let write =
-            |page: usize| pair.here.write(pair.to, &[here.whole()], &key, (page * PAGE) as u64);
+        let write = |page: usize| {
+            pair.here.write(pair.to, &[here.whole()], &key, (page * page_size()) as u64)
+        };
         write(0).unwrap();
         refused(write(2), ErrorKind::BadAddress);
-        pages.set(2 * PAGE, 1);
+        pages.set(2 * page_size(), 1);
         refused(write(2), ErrorKind::BadAddress);
-        let page = |n: usize| pages.range().slice((n * PAGE) as u64, PAGE as u64).unwrap();
+        let page =
+            |n: usize| pages.range().slice((n * page_size()) as u64, page_size() as u64).unwrap();
         pair.there.domain.refresh().unwrap().refresh_pages(region, &[page(2)]).unwrap();
         write(2).unwrap();
-        assert_eq!(pages.get(2 * PAGE), 5);
+        assert_eq!(pages.get(2 * page_size()), 5);
         refused(write(1), ErrorKind::BadAddress);
         pages.punch(3);
         refused(
@@ -369,16 +383,19 @@ fn sub_region_allows_only_announced_pages_of_its_base() {
         for vectored in [false, true] {
             let pair = pair(memory, MrMode::MMU_NOTIFY);
             let pages = Pages::new(4);
-            pages.set(PAGE, 1);
-            let page = |n: usize| pages.range().slice((n * PAGE) as u64, PAGE as u64).unwrap();
+            pages.set(page_size(), 1);
+            let page = |n: usize| {
+                pages.range().slice((n * page_size()) as u64, page_size() as u64).unwrap()
+            };
             let halves = [0, 2].map(|first| {
-                host(pages.range().slice(first * PAGE as u64, 2 * PAGE as u64).unwrap(), false)
+                let start = (first * page_size()) as u64;
+                host(pages.range().slice(start, 2 * page_size() as u64).unwrap(), false)
             });
             let whole = [host(pages.range(), false)];
             let pieces = if vectored { &halves[..] } else { &whole[..] };
             let there = &*pair.there.domain;
             let base = RegAttr::key(1).register(there, pieces).unwrap();
-            let (start, len) = (PAGE as u64, 3 * PAGE as u64);
+            let (start, len) = (page_size() as u64, 3 * page_size() as u64);
             let sub = there
                 .sub_regions()
                 .unwrap()
@@ -394,18 +411,18 @@ fn sub_region_allows_only_announced_pages_of_its_base() {
                 let key = remote(region, len);
                 let write = |at: usize| pair.here.write(pair.to, &[here.whole()], &key, at as u64);
                 write(0).unwrap();
-                refused(write(2 * PAGE), ErrorKind::BadAddress);
-                refused(write(PAGE - 8), ErrorKind::BadAddress);
+                refused(write(2 * page_size()), ErrorKind::BadAddress);
+                refused(write(page_size() - 8), ErrorKind::BadAddress);
             }
             there.refresh().unwrap().refresh_pages(base, &[page(3)]).unwrap();
             for region in [sub, nested] {
                 let key = remote(region, len);
                 let write = |at: usize| pair.here.write(pair.to, &[here.whole()], &key, at as u64);
-                write(2 * PAGE).unwrap();
-                refused(write(PAGE), ErrorKind::BadAddress);
+                write(2 * page_size()).unwrap();
+                refused(write(page_size()), ErrorKind::BadAddress);
             }
-            assert_eq!((pages.get(PAGE), pages.get(3 * PAGE)), (5, 5));
-            assert_eq!(pages.get(2 * PAGE - 8), 0, "a refused write moved bytes");
+            assert_eq!((pages.get(page_size()), pages.get(3 * page_size())), (5, 5));
+            assert_eq!(pages.get(2 * page_size() - 8), 0, "a refused write moved bytes");
         }
     }
 }
@@ -417,17 +434,17 @@ fn mmu_notify_applies_to_each_range_of_a_region() {
         for addressing in [Addressing::ZeroBased, Addressing::Virtual] {
             let pair = pair(memory, MrMode::MMU_NOTIFY);
             let ranges = [Pages::new(2), Pages::new(2)];
-            ranges[0].set(PAGE, 1);
+            ranges[0].set(page_size(), 1);
             let pieces: Vec<_> = ranges.iter().map(|pages| host(pages.range(), false)).collect();
             let attr = RegAttr { addressing, ..RegAttr::key(1) };
             let region = attr.register(&*pair.there.domain, &pieces).unwrap();
-            let len = 4 * PAGE as u64;
+            let len = 4 * page_size() as u64;
             // Returns the remote address of a page. The page numbers continue from the first range
             // to the second.
             let place = |page: usize| match addressing {
-                Addressing::ZeroBased => (page * PAGE) as u64,
+                Addressing::ZeroBased => (page * page_size()) as u64,
                 Addressing::Virtual => {
-                    ranges[page / 2].range().start().0 + (page % 2 * PAGE) as u64
+                    ranges[page / 2].range().start().0 + (page % 2 * page_size()) as u64
                 }
             };
             let key = RemoteKey::new(addressing, Iova(place(0)), len, region.key);
@@ -436,11 +453,11 @@ fn mmu_notify_applies_to_each_range_of_a_region() {
             write(place(1)).unwrap();
             refused(write(place(0)), ErrorKind::BadAddress);
             refused(write(place(2)), ErrorKind::BadAddress);
-            let first_of_second = ranges[1].range().slice(0, PAGE as u64).unwrap();
+            let first_of_second = ranges[1].range().slice(0, page_size() as u64).unwrap();
             if addressing == Addressing::ZeroBased {
                 let across_the_seam = place(2) - 8;
                 refused(write(across_the_seam), ErrorKind::BadAddress);
-                assert_eq!(ranges[0].get(2 * PAGE - 8), 0, "a refused write moved bytes");
+                assert_eq!(ranges[0].get(2 * page_size() - 8), 0, "a refused write moved bytes");
                 pair.there
                     .domain
                     .refresh()
@@ -448,7 +465,7 @@ fn mmu_notify_applies_to_each_range_of_a_region() {
                     .refresh_pages(region, &[first_of_second])
                     .unwrap();
                 write(across_the_seam).unwrap();
-                assert_eq!((ranges[0].get(2 * PAGE - 8), ranges[1].get(7)), (5, 5));
+                assert_eq!((ranges[0].get(2 * page_size() - 8), ranges[1].get(7)), (5, 5));
             } else {
                 pair.there
                     .domain
@@ -544,16 +561,16 @@ fn refresh_waits_for_a_transfer_in_flight() {
 fn imported_file_is_accessed_at_exactly_its_bytes() {
     for seals in [SealFlags::empty(), SealFlags::SHRINK, SealFlags::SHRINK | SealFlags::GROW] {
         let pair = pair(RemapPolicy::Follow, MrMode::empty());
-        let fd = memfd(3 * PAGE as u64, seals);
-        let offset = PAGE as u64 + 123;
+        let fd = memfd(3 * page_size() as u64, seals);
+        let (offset, len) = (page_size() as u64 + 123, page_size() as u64 + 904);
         let region =
-            RegAttr::key(1).register(&*pair.there.domain, &[file(&fd, offset, 5000)]).unwrap();
-        let key = remote(region, 5000);
-        let source = Buffer::counting(5000);
+            RegAttr::key(1).register(&*pair.there.domain, &[file(&fd, offset, len)]).unwrap();
+        let key = remote(region, len);
+        let source = Buffer::counting(len as usize);
         pair.here.write(pair.to, &[source.whole()], &key, 0).unwrap();
-        assert_eq!(file_bytes(&fd, offset, 5000), source.bytes());
+        assert_eq!(file_bytes(&fd, offset, len as usize), source.bytes());
         assert_eq!(file_bytes(&fd, offset - 1, 1), [0]);
-        assert_eq!(file_bytes(&fd, offset + 5000, 1), [0]);
+        assert_eq!(file_bytes(&fd, offset + len, 1), [0]);
         let kept = fd.try_clone().unwrap();
         drop(fd);
         let back = Buffer::new(100);
@@ -572,29 +589,33 @@ fn imported_file_is_accessed_at_exactly_its_bytes() {
 #[test]
 fn file_that_shrinks_fails_the_transfer() {
     let pair = pair(RemapPolicy::Follow, MrMode::empty());
-    let fd = memfd(2 * PAGE as u64, SealFlags::empty());
-    let region =
-        RegAttr::key(1).register(&*pair.there.domain, &[file(&fd, 0, 2 * PAGE as u64)]).unwrap();
-    let key = remote(region, 2 * PAGE as u64);
-    rustix::fs::ftruncate(&fd, PAGE as u64).unwrap();
+    let fd = memfd(2 * page_size() as u64, SealFlags::empty());
+    let region = RegAttr::key(1)
+        .register(&*pair.there.domain, &[file(&fd, 0, 2 * page_size() as u64)])
+        .unwrap();
+    let key = remote(region, 2 * page_size() as u64);
+    rustix::fs::ftruncate(&fd, page_size() as u64).unwrap();
     let here = Buffer::filled(16, 1);
     refused(
-        pair.here.write(pair.to, &[here.whole()], &key, PAGE as u64 - 8),
+        pair.here.write(pair.to, &[here.whole()], &key, page_size() as u64 - 8),
         ErrorKind::BadAddress,
     );
-    refused(pair.here.read(pair.to, &[here.whole()], &key, PAGE as u64), ErrorKind::BadAddress);
-    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, PAGE as i64);
+    refused(
+        pair.here.read(pair.to, &[here.whole()], &key, page_size() as u64),
+        ErrorKind::BadAddress,
+    );
+    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, page_size() as i64);
     pair.here.write(pair.to, &[here.whole()], &key, 0).unwrap();
 }
 
 #[test]
 fn refused_file_import_names_the_reason() {
     let domain = domain(&Loopback::builder().build().unwrap(), MrMode::empty());
-    let fd = memfd(PAGE as u64, SealFlags::SHRINK);
+    let fd = memfd(page_size() as u64, SealFlags::SHRINK);
     let all = RegAttr::key(1);
-    refused(all.register(&*domain, &[file(&fd, 1, PAGE as u64)]), ErrorKind::OutOfBounds);
+    refused(all.register(&*domain, &[file(&fd, 1, page_size() as u64)]), ErrorKind::OutOfBounds);
     refused(all.register(&*domain, &[file(&fd, u64::MAX, 2)]), ErrorKind::OutOfBounds);
-    let sealed = memfd(PAGE as u64, SealFlags::SHRINK | SealFlags::WRITE);
+    let sealed = memfd(page_size() as u64, SealFlags::SHRINK | SealFlags::WRITE);
     refused(all.register(&*domain, &[file(&sealed, 0, 10)]), ErrorKind::AccessDenied);
     let region = RegAttr::key(1)
         .access(Access::REMOTE_READ)
@@ -613,7 +634,7 @@ fn refused_file_import_names_the_reason() {
 fn file_import_needs_a_readable_fd_without_append() {
     let pair = pair(RemapPolicy::Follow, MrMode::empty());
     let domain = &*pair.there.domain;
-    let fd = memfd(PAGE as u64, SealFlags::empty());
+    let fd = memfd(page_size() as u64, SealFlags::empty());
     let reopened = |flags| {
         let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
         rustix::fs::open(path, flags | OFlags::CLOEXEC, rustix::fs::Mode::empty()).unwrap()
@@ -645,7 +666,7 @@ fn file_import_needs_a_readable_fd_without_append() {
     rustix::fs::fcntl_setfl(&fd, OFlags::APPEND).unwrap();
     let late = pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 0);
     refused(late, ErrorKind::InvalidArgument);
-    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, PAGE as i64, "a write was appended");
+    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, page_size() as i64, "a write was appended");
     assert_eq!(file_bytes(&fd, 0, 16), [[0; 8], [7; 8]].concat());
 }
 

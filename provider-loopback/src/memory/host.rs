@@ -353,13 +353,14 @@ mod tests {
 
     #[test]
     fn last_page_of_the_address_space_is_never_present() {
-        let last = AddressRange::new(Address(u64::MAX - 4095), 4096).unwrap();
+        let page = rustix::param::page_size() as u64;
+        let last = AddressRange::new(Address(u64::MAX - page + 1), page).unwrap();
         assert_eq!(AnnouncedPages::present(std::iter::once(last)).ranges().count(), 0);
     }
 
     #[test]
     fn touched_pages_are_present() {
-        let bytes = vec![1u8; 3 * 4096];
+        let bytes = vec![1u8; 3 * rustix::param::page_size()];
         let announced_pages = AnnouncedPages::present(std::iter::once(AddressRange::of(&bytes)));
         announced_pages.check(bytes.as_ptr() as u64, bytes.len() as u64).unwrap();
     }

@@ -138,7 +138,7 @@ impl Buffer {
     }
 
     fn layout(len: usize) -> std::alloc::Layout {
-        std::alloc::Layout::from_size_align(len.max(1), 4096).unwrap()
+        std::alloc::Layout::from_size_align(len.max(1), rustix::param::page_size()).unwrap()
     }
 
     pub(crate) fn filled(len: usize, byte: u8) -> Self {
