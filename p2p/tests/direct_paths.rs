@@ -14,7 +14,7 @@ use hmem_core::{
 };
 use hmem_iface_system::{DeviceCall, DmaBufKind, SIMULATED, Simulated};
 use hmem_p2p::path::ExplainRequest;
-use path_support::{ALL_IMPORTS, Bench, PAGE, REMOTE};
+use path_support::{ALL_IMPORTS, Bench, REMOTE, page_size};
 
 const DMA_BUF: DirectPath = DirectPath::DmaBuf(DmaBufMapping::Default);
 const PCIE: DirectPath = DirectPath::DmaBuf(DmaBufMapping::Pcie);
@@ -37,7 +37,7 @@ fn domain(bench: &Bench, p2p: P2pPolicy, paths: &[DirectPath]) -> Domain {
 }
 
 fn decided(bench: &Bench, domain: &Domain) -> Arc<Decision> {
-    let region = domain.register(bench.buffer(PAGE), REMOTE).expect("registered");
+    let region = domain.register(bench.buffer(page_size()), REMOTE).expect("registered");
     Arc::clone(region.decision().expect("decided"))
 }
 
@@ -97,7 +97,7 @@ fn path_that_the_list_leaves_out_is_not_tried() {
     }
 
     let required = domain(&bench, P2pPolicy::Required, &[PEER]);
-    let error = required.register(bench.buffer(PAGE), REMOTE).unwrap_err().error;
+    let error = required.register(bench.buffer(page_size()), REMOTE).unwrap_err().error;
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     assert!(error.to_string().contains("no direct path that the domain lists works"), "{error}");
     assert_eq!(bench.calls(DeviceCall::ExportDmaBuf), 0);
@@ -120,7 +120,7 @@ fn empty_list_leaves_staged_copies_or_a_refusal() {
     let found = decided(&bench, &domain(&bench, P2pPolicy::Enabled, &[]));
     assert_eq!((found.path, &*found.reason), (Path::Staged, "the domain lists no direct path"));
     let required = domain(&bench, P2pPolicy::Required, &[]);
-    let error = required.register(bench.buffer(PAGE), REMOTE).unwrap_err().error;
+    let error = required.register(bench.buffer(page_size()), REMOTE).unwrap_err().error;
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     assert_eq!(direct(), 0);
 
@@ -128,7 +128,7 @@ fn empty_list_leaves_staged_copies_or_a_refusal() {
     let domains =
         [domain(&bench, P2pPolicy::Enabled, &[]), domain(&bench, P2pPolicy::Enabled, &[])];
     bench.paths.forget();
-    let (buffer, allocated) = (bench.buffer(PAGE), bench.calls(DeviceCall::CreateMemory));
+    let (buffer, allocated) = (bench.buffer(page_size()), bench.calls(DeviceCall::CreateMemory));
     let nics = domains.each_ref();
     let request = Request::new(buffer, REMOTE);
     let shared = Batch::on(&nics).add(request).register().expect("staged");
@@ -169,7 +169,7 @@ fn order_holds_for_each_nic_of_a_shared_export() {
     let domains = lists.map(|paths| domain(&bench, P2pPolicy::Enabled, paths));
     for _ in 0..2 {
         let nics = domains.each_ref();
-        let request = Request::new(bench.buffer(PAGE), REMOTE);
+        let request = Request::new(bench.buffer(page_size()), REMOTE);
         let shared = Batch::on(&nics).add(request).register().expect("registered");
         let found = shared.regions().iter().map(|region| {
             let decision = region.decision().expect("decided");
@@ -212,13 +212,13 @@ fn decision_and_explanation_name_the_list() {
 #[test]
 fn application_dma_buf_of_a_device_is_refused_if_the_list_leaves_dma_bufs_out() {
     let bench = bench();
-    let buffer = bench.buffer(PAGE);
+    let buffer = bench.buffer(page_size());
     let Allocation { range, .. } = *buffer.allocation();
     let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
     let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).expect("export");
     let register = |paths: &[DirectPath], iface| {
         let fd = export.as_fd().try_clone_to_owned().expect("a descriptor");
-        let given = DmaBuf { fd, offset: export.offset, len: PAGE, base_addr: None };
+        let given = DmaBuf { fd, offset: export.offset, len: page_size(), base_addr: None };
         // SAFETY: the buffer is dropped after the region, and no reference to it exists.
         let memory = unsafe { Raw::new(given, Promise::ReadWrite) };
         let domain = domain(&bench, P2pPolicy::Enabled, paths);

@@ -22,13 +22,15 @@ use hmem_iface_system::{DeviceCall, DmaBufKind, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{
-    ALL_IMPORTS, Bench, PAGE, REMOTE, register_range,
+    ALL_IMPORTS, Bench, REMOTE, page_size, register_range,
     vendor::{Refuse, Vendor},
     wire::Wire,
 };
 
 /// Length of a segment in bytes.
-const STEP: u64 = 4 * PAGE;
+fn step() -> u64 {
+    4 * page_size()
+}
 const IMPORTS: Imports =
     Imports { pcie_mapping_first: Some(false), peer_memory: false, ..ALL_IMPORTS };
 const EINVAL: c_int = 22;
@@ -42,7 +44,7 @@ struct World {
 /// Creates a device that the NICs `loop0` and `loop1` reach by dma-bufs with the default mapping.
 fn world(breaks: impl FnOnce(&mut Vendor)) -> World {
     let memory = Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd);
-    let memory = Arc::new(memory.segment_len(STEP).build().expect("simulated memory"));
+    let memory = Arc::new(memory.segment_len(step()).build().expect("simulated memory"));
     let mut vendor = Vendor::new(IfaceKind::CUDA, Arc::clone(&memory));
     breaks(&mut vendor);
     let vendor: Arc<dyn Iface> = Arc::new(vendor);
@@ -101,8 +103,8 @@ const ALLOCATION: Option<ExportUnit> = Some(ExportUnit::Allocation);
 #[test]
 fn refused_range_is_exported_by_its_allocation_and_the_decision_says_so() {
     let world = world(|vendor| vendor.less = refused);
-    let buffer = world.buffer(AllocationKind::Device, 4 * PAGE);
-    let region = register(&world.domain, part(&buffer, PAGE, PAGE));
+    let buffer = world.buffer(AllocationKind::Device, 4 * page_size());
+    let region = register(&world.domain, part(&buffer, page_size(), page_size()));
     let decision = decision(&region);
     assert_eq!((decision.path, decision.unit), (Path::DmaBuf, ExportUnit::Allocation));
     assert_eq!(units(decision), [(RANGE, false), (ALLOCATION, true)], "{decision}");
@@ -123,9 +125,9 @@ fn refused_range_is_exported_by_its_allocation_and_the_decision_says_so() {
 #[test]
 fn range_that_the_nic_refuses_is_exported_by_its_allocation() {
     let world = world(|_| {});
-    let buffer = world.buffer(AllocationKind::Device, 4 * PAGE);
+    let buffer = world.buffer(AllocationKind::Device, 4 * page_size());
     world.refuse_next_import();
-    let region = register(&world.domain, part(&buffer, PAGE, PAGE));
+    let region = register(&world.domain, part(&buffer, page_size(), page_size()));
     let decision = decision(&region);
     assert_eq!(units(decision), [(RANGE, false), (ALLOCATION, true)], "{decision}");
     assert_eq!(decision.attempts[0].cause_name, Some("other-export-unit"), "{decision}");
@@ -136,23 +138,28 @@ fn range_that_the_nic_refuses_is_exported_by_its_allocation() {
 #[test]
 fn key_of_a_range_reaches_no_other_byte_of_its_exported_allocation() {
     let world = world(|vendor| vendor.less = refused);
-    let buffer = world.buffer(AllocationKind::Device, 4 * PAGE);
-    buffer.write(0, &[1; 4 * PAGE as usize]).expect("the device's own copy");
-    let range = part(&buffer, PAGE, PAGE);
+    let buffer = world.buffer(AllocationKind::Device, 4 * page_size());
+    buffer.write(0, &vec![1; 4 * page_size() as usize]).expect("the device's own copy");
+    let range = part(&buffer, page_size(), page_size());
     let region = register(&world.domain, range);
     let key = region.key().expect("a key");
-    assert!(key.narrow(0, PAGE).is_ok() && key.narrow(0, PAGE + 1).is_err());
+    assert!(key.narrow(0, page_size()).is_ok() && key.narrow(0, page_size() + 1).is_err());
 
     let initiator = world.bench.domain("loop1", P2pPolicy::Enabled);
-    let wire = Wire::new(&initiator, &world.domain, PAGE as usize);
-    wire.push(&key, 0, &[2; PAGE as usize]).expect("the requested bytes can be written");
-    for (at, len) in [(PAGE, 1), (PAGE - 1, 2), (2 * PAGE, 8), (PAGE.wrapping_neg(), 8)] {
+    let wire = Wire::new(&initiator, &world.domain, page_size() as usize);
+    wire.push(&key, 0, &vec![2; page_size() as usize]).expect("the requested bytes can be written");
+    for (at, len) in [
+        (page_size(), 1),
+        (page_size() - 1, 2),
+        (2 * page_size(), 8),
+        (page_size().wrapping_neg(), 8),
+    ] {
         assert!(wire.push(&key, at, &[3; 8][..len]).is_err(), "{len} bytes at {at:#x}");
         assert!(wire.pull(&key, at, len).is_err(), "{len} bytes at {at:#x}");
     }
-    let mut found = vec![0; 4 * PAGE as usize];
+    let mut found = vec![0; 4 * page_size() as usize];
     buffer.read(0, &mut found).expect("the device's own copy");
-    let written = |at| (PAGE..2 * PAGE).contains(&(at as u64));
+    let written = |at| (page_size()..2 * page_size()).contains(&(at as u64));
     assert!(found.iter().enumerate().all(|(at, byte)| *byte == 1 + u8::from(written(at))));
 }
 
@@ -160,11 +167,11 @@ fn key_of_a_range_reaches_no_other_byte_of_its_exported_allocation() {
 #[test]
 fn unit_that_worked_is_tried_first_from_then_on() {
     let world = world(|vendor| vendor.less = refused);
-    let buffer = world.buffer(AllocationKind::Device, 4 * PAGE);
-    let first = register(&world.domain, part(&buffer, PAGE, PAGE));
+    let buffer = world.buffer(AllocationKind::Device, 4 * page_size());
+    let first = register(&world.domain, part(&buffer, page_size(), page_size()));
     assert!(!decision(&first).from_cache);
-    let again = register(&world.domain, part(&buffer, 2 * PAGE, PAGE));
-    let another = register(&world.domain, part(&buffer, 3 * PAGE, PAGE));
+    let again = register(&world.domain, part(&buffer, 2 * page_size(), page_size()));
+    let another = register(&world.domain, part(&buffer, 3 * page_size(), page_size()));
     assert!(decision(&again).from_cache && decision(&again).unit == ExportUnit::Allocation);
     // A registration with a refusal of its own has a decision of its own.
     assert!(Arc::ptr_eq(decision(&again), decision(&another)));
@@ -172,7 +179,7 @@ fn unit_that_worked_is_tried_first_from_then_on() {
     // A whole allocation is exported as the range, and does not change the memory of the unit.
     let whole = register(&world.domain, buffer.range());
     assert_eq!(units(decision(&whole)), [(RANGE, true)]);
-    let part = register(&world.domain, part(&buffer, PAGE, PAGE));
+    let part = register(&world.domain, part(&buffer, page_size(), page_size()));
     assert!(Arc::ptr_eq(decision(&part), decision(&again)));
 
     // Other NICs do not share the memory.
@@ -187,8 +194,8 @@ fn refused_unit_gives_way_to_another_one_which_is_then_remembered() {
     static LESS: AtomicBool = AtomicBool::new(true);
     let less: Refuse = || LESS.load(Ordering::Relaxed).then(refused).flatten();
     let world = world(|vendor| vendor.less = less);
-    let buffer = world.buffer(AllocationKind::Device, 4 * PAGE);
-    let register = || register(&world.domain, part(&buffer, PAGE, PAGE));
+    let buffer = world.buffer(AllocationKind::Device, 4 * page_size());
+    let register = || register(&world.domain, part(&buffer, page_size(), page_size()));
     assert_eq!(decision(&register()).unit, ExportUnit::Allocation);
 
     LESS.store(false, Ordering::Relaxed);
@@ -215,20 +222,20 @@ fn whole_segment_is_tried_before_the_allocation() {
         (|vendor| vendor.less = refused, &[(RANGE, false), (SEGMENT, false), (ALLOCATION, true)]),
     ] {
         let world = world(|vendor| {
-            vendor.segment_len = Some(STEP);
+            vendor.segment_len = Some(step());
             breaks(vendor);
         });
-        let buffer = world.buffer(AllocationKind::Device, 3 * STEP);
-        let region = register(&world.domain, part(&buffer, STEP + PAGE, PAGE));
+        let buffer = world.buffer(AllocationKind::Device, 3 * step());
+        let region = register(&world.domain, part(&buffer, step() + page_size(), page_size()));
         assert_eq!(units(decision(&region)), tried);
-        let again = register(&world.domain, part(&buffer, STEP + 2 * PAGE, PAGE));
+        let again = register(&world.domain, part(&buffer, step() + 2 * page_size(), page_size()));
         assert!(decision(&again).from_cache);
         assert_eq!(Some(decision(&again).unit), tried.last().expect("one succeeded").0);
         let initiator = world.bench.domain("loop1", P2pPolicy::Enabled);
-        let wire = Wire::new(&initiator, &world.domain, PAGE as usize);
+        let wire = Wire::new(&initiator, &world.domain, page_size() as usize);
         wire.push(&again.key().expect("a key"), 8, &[7; 8]).expect("write");
         let mut found = [0; 24];
-        buffer.read(STEP + 2 * PAGE, &mut found).expect("the device's own copy");
+        buffer.read(step() + 2 * page_size(), &mut found).expect("the device's own copy");
         assert_eq!(found[..16], [[0; 8], [7; 8]].concat());
     }
 }
@@ -237,11 +244,12 @@ fn whole_segment_is_tried_before_the_allocation() {
 #[test]
 fn range_over_several_segments_is_exported_by_whole_segments() {
     let world = world(|vendor| {
-        vendor.segment_len = Some(STEP);
+        vendor.segment_len = Some(step());
         (vendor.whole, vendor.part) = (refused, refused);
     });
-    let buffer = world.buffer(AllocationKind::Device, 3 * STEP);
-    let region = register(&world.domain, part(&buffer, STEP - PAGE, STEP + 2 * PAGE));
+    let buffer = world.buffer(AllocationKind::Device, 3 * step());
+    let region =
+        register(&world.domain, part(&buffer, step() - page_size(), step() + 2 * page_size()));
     let found = decision(&region);
     assert_eq!(units(found), [(RANGE, false), (RANGE, false), (SEGMENT, true)], "{found}");
     let call = &found.attempts[2].call;
@@ -250,12 +258,13 @@ fn range_over_several_segments_is_exported_by_whole_segments() {
         "register(dma-buf, Default mapping, 3 segments in 3 dma-bufs, whole segments)"
     );
     let initiator = world.bench.domain("loop1", P2pPolicy::Enabled);
-    let bytes: Vec<u8> = (0..STEP + 2 * PAGE).map(|at| (at * 7 + (at >> 8)) as u8).collect();
+    let bytes: Vec<u8> =
+        (0..step() + 2 * page_size()).map(|at| (at * 7 + (at >> 8)) as u8).collect();
     let wire = Wire::new(&initiator, &world.domain, bytes.len());
     wire.push(&region.key().expect("a key"), 0, &bytes).expect("write");
-    let mut found = vec![0; 3 * STEP as usize];
+    let mut found = vec![0; 3 * step() as usize];
     buffer.read(0, &mut found).expect("the device's own copy");
-    let start = (STEP - PAGE) as usize;
+    let start = (step() - page_size()) as usize;
     assert!(found[start..start + bytes.len()] == bytes);
     assert!(found[..start].iter().chain(&found[start + bytes.len()..]).all(|byte| *byte == 0));
 }
@@ -264,13 +273,13 @@ fn range_over_several_segments_is_exported_by_whole_segments() {
 #[test]
 fn allocation_with_a_segment_that_cannot_be_exported_is_not_tried() {
     let world = world(|_| {});
-    let buffer = world.buffer(AllocationKind::Virtual, 2 * STEP);
+    let buffer = world.buffer(AllocationKind::Virtual, 2 * step());
     let base = buffer.allocation().base();
     world.bench.device.set_exportable(base, false).expect("a live allocation");
     for nth in [1, 2] {
         world.bench.device.faults().fail_nth(DeviceCall::ExportDmaBuf, nth, Errno(EINVAL));
     }
-    let region = register(&world.domain, part(&buffer, STEP + PAGE, PAGE));
+    let region = register(&world.domain, part(&buffer, step() + page_size(), page_size()));
     assert_eq!(decision(&region).path, Path::Staged);
     let expected = [(RANGE, false), (SEGMENT, false), (None, true)];
     assert_eq!(units(decision(&region)), expected, "{}", decision(&region));
@@ -280,7 +289,7 @@ fn allocation_with_a_segment_that_cannot_be_exported_is_not_tried() {
 #[test]
 fn range_that_is_the_allocation_is_tried_once() {
     let world = world(|_| {});
-    let buffer = world.buffer(AllocationKind::Device, 4 * PAGE);
+    let buffer = world.buffer(AllocationKind::Device, 4 * page_size());
     world.bench.device.faults().fail_always(DeviceCall::ExportDmaBuf, Errno(EINVAL));
     let region = register(&world.domain, buffer.range());
     assert_eq!(units(decision(&region)), [(RANGE, false), (None, true)]);
@@ -291,8 +300,8 @@ fn range_that_is_the_allocation_is_tried_once() {
 fn device_without_exports_has_the_same_cause_for_each_unit() {
     let unsupported: Refuse = || Some(Error::new(ErrorKind::Unsupported, "export"));
     let world = world(|vendor| vendor.dma_buf = unsupported);
-    let buffer = world.buffer(AllocationKind::Device, 4 * PAGE);
-    let region = register(&world.domain, part(&buffer, PAGE, PAGE));
+    let buffer = world.buffer(AllocationKind::Device, 4 * page_size());
+    let region = register(&world.domain, part(&buffer, page_size(), page_size()));
     let found = decision(&region);
     assert_eq!(units(found), [(RANGE, false), (ALLOCATION, false), (None, true)], "{found}");
     for attempt in &found.attempts[..2] {
@@ -305,8 +314,8 @@ fn device_without_exports_has_the_same_cause_for_each_unit() {
 fn refusal_that_a_larger_export_would_not_change_ends_the_units() {
     let unreachable: Refuse = || Some(Error::new(ErrorKind::Unreachable, "export"));
     let world = world(|vendor| vendor.dma_buf = unreachable);
-    let buffer = world.buffer(AllocationKind::Device, 4 * PAGE);
-    let region = register(&world.domain, part(&buffer, PAGE, PAGE));
+    let buffer = world.buffer(AllocationKind::Device, 4 * page_size());
+    let region = register(&world.domain, part(&buffer, page_size(), page_size()));
     assert_eq!(units(decision(&region)), [(RANGE, false), (None, true)]);
 }
 
@@ -315,13 +324,13 @@ fn refusal_that_a_larger_export_would_not_change_ends_the_units() {
 fn nics_share_the_export_of_an_allocation() {
     let world = world(|vendor| vendor.less = refused);
     let other = world.bench.domain("loop1", P2pPolicy::Enabled);
-    let buffer = world.buffer(AllocationKind::Device, 4 * PAGE);
+    let buffer = world.buffer(AllocationKind::Device, 4 * page_size());
     // The selector probes each NIC before it exports for several.
     drop(register(&world.domain, buffer.range()));
     drop(register(&other, buffer.range()));
     let exports = world.exports();
     // SAFETY: the buffer is dropped after the regions, and no reference to it exists.
-    let memory = unsafe { Raw::new(part(&buffer, PAGE, PAGE), Promise::ReadWrite) };
+    let memory = unsafe { Raw::new(part(&buffer, page_size(), page_size()), Promise::ReadWrite) };
     let nics = [&world.domain, &other];
     let request = Request::new(memory, Access::READ | REMOTE);
     let shared = Batch::on(&nics).add(request).register().expect("registered");

@@ -10,11 +10,14 @@ use hmem_core::{
 use hmem_iface_system::{DmaBufKind, P2pMatrix, Simulated, SimulatedBuilder};
 use hmem_provider_loopback::{Loopback, Progress};
 use path_support::{
-    ALL_IMPORTS, Bench, PAGE, REMOTE,
+    ALL_IMPORTS, Bench, REMOTE, page_size,
     wire::{LOCAL, Wire},
 };
 
-const LEN: usize = 300_000;
+/// Returns the length of the memory in bytes.
+fn memory_len() -> usize {
+    73 * page_size() as usize + 992
+}
 
 /// A path, the kind of memory it reaches, and the setup that selects it.
 struct PathSetup {
@@ -71,7 +74,7 @@ fn over_every_path(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
                 let device = Simulated::builder()
                     .dma_buf(DmaBufKind::MemFd)
                     .peer_memory(true)
-                    .segment_len(16 * PAGE);
+                    .segment_len(16 * page_size());
                 let provider =
                     Loopback::builder().imports(setup.imports).progress(progress).mr_iov_limit(64);
                 let bench = Bench::with(
@@ -85,7 +88,7 @@ fn over_every_path(mut play: impl FnMut(&Wire<'_>, &Target, &RemoteKey)) {
                     let target = Target::register(&bench, &far, setup.kind);
                     let decision = target.decision();
                     assert_eq!((decision.path, decision.mapping), setup.expected, "{decision}");
-                    let wire = Wire::new(&near, &far, LEN);
+                    let wire = Wire::new(&near, &far, memory_len());
                     let key = target.key();
                     play(&wire, &target, &key);
                 }
@@ -104,9 +107,9 @@ impl Target {
     fn register(bench: &Bench, domain: &Domain, kind: AllocationKind) -> Self {
         let access = REMOTE | LOCAL;
         if kind == AllocationKind::System {
-            return Self::Host(domain.register(vec![0u8; LEN], access).expect("register"));
+            return Self::Host(domain.register(vec![0u8; memory_len()], access).expect("register"));
         }
-        let buffer = bench.buffer_of(kind, DeviceId(0), LEN as u64);
+        let buffer = bench.buffer_of(kind, DeviceId(0), memory_len() as u64);
         Self::Device(domain.register(buffer, access).expect("register"))
     }
 
@@ -133,7 +136,7 @@ impl Target {
 
     fn bytes(&self) -> Vec<u8> {
         fn all<B: Memory>(region: &Region<B>) -> Vec<u8> {
-            let mut bytes = vec![0; LEN];
+            let mut bytes = vec![0; memory_len()];
             region.read(0, &mut bytes).expect("inside");
             bytes
         }
@@ -153,21 +156,28 @@ fn pattern(seed: usize, len: usize) -> Vec<u8> {
 fn every_path_and_policy_ends_with_the_same_bytes() {
     let mut ends: Option<Vec<u8>> = None;
     over_every_path(|wire, target, key| {
-        let mut model = vec![0u8; LEN];
+        let mut model = vec![0u8; memory_len()];
         // Lengths around pages, segments and chunks, at unaligned offsets.
-        for (seed, (at, len)) in
-            [(0, 1), (1, 4095), (4095, 8193), (65_535, 2), (60_001, 150_001), (LEN - 1, 1), (7, 0)]
-                .into_iter()
-                .enumerate()
-        {
+        let page = page_size() as usize;
+        let parts = [
+            (0, 1),
+            (1, page - 1),
+            (page - 1, 2 * page + 1),
+            (16 * page - 1, 2),
+            (14 * page + 2657, 36 * page + 2545),
+            (model.len() - 1, 1),
+            (7, 0),
+        ];
+        for (seed, (at, len)) in parts.into_iter().enumerate() {
             let bytes = pattern(seed, len);
             assert_eq!(wire.push(key, at as u64, &bytes).expect("write"), len as u64);
             model[at..at + len].copy_from_slice(&bytes);
         }
-        let message = pattern(99, 5000);
-        wire.send(target.slice(131_071, 5000), &message).expect("send");
-        model[131_071..136_071].copy_from_slice(&message);
-        for (at, len) in [(0, LEN), (4097, 70_000), (131_070, 3)] {
+        let message = pattern(99, page + 904);
+        let at = 32 * page - 1;
+        wire.send(target.slice(at as u64, message.len() as u64), &message).expect("send");
+        model[at..at + message.len()].copy_from_slice(&message);
+        for (at, len) in [(0, model.len()), (page + 1, 17 * page + 368), (32 * page - 2, 3)] {
             assert!(
                 wire.pull(key, at as u64, len).expect("read") == model[at..at + len],
                 "read at {at}"
@@ -176,7 +186,10 @@ fn every_path_and_policy_ends_with_the_same_bytes() {
         assert!(target.bytes() == model, "{}", target.decision());
         let first = ends.get_or_insert_with(|| model.clone());
         assert!(*first == model);
-        assert_eq!(wire.push(key, LEN as u64, &[1]).unwrap_err().kind(), ErrorKind::OutOfBounds);
+        assert_eq!(
+            wire.push(key, memory_len() as u64, &[1]).unwrap_err().kind(),
+            ErrorKind::OutOfBounds
+        );
     });
 }
 
@@ -185,9 +198,10 @@ fn every_path_and_policy_ends_with_the_same_bytes() {
 fn atomics_are_refused_on_staged_memory_only() {
     let (mut refused, mut worked) = (0, 0);
     over_every_path(|wire, target, key| {
-        wire.push(key, 4096, &40u64.to_ne_bytes()).expect("write");
-        let outcome = wire.add(key, 4096, 2);
-        let value = u64::from_ne_bytes(target.bytes()[4096..4104].try_into().expect("eight bytes"));
+        wire.push(key, page_size(), &40u64.to_ne_bytes()).expect("write");
+        let outcome = wire.add(key, page_size(), 2);
+        let bytes = target.bytes()[page_size() as usize..][..8].try_into().expect("eight bytes");
+        let value = u64::from_ne_bytes(bytes);
         match target.decision().path {
             Path::Staged => {
                 let error = outcome.expect_err("an atomic was emulated");

@@ -17,7 +17,7 @@ use hmem_core::{
 use hmem_iface_system::{DeviceCall, DmaBufKind, Simulated};
 use hmem_p2p::path::{DefaultPathSelector, LocalMachine};
 use hmem_provider_loopback::{Loopback, NicCall};
-use path_support::{Bench, PAGE, REMOTE, close, register};
+use path_support::{Bench, REMOTE, close, page_size, register};
 use topology_machines::{Folder, make};
 
 /// Imports of a NIC whose provider leaves the order of the mappings to the path search.
@@ -55,7 +55,7 @@ impl Machine {
     }
 
     fn decide_in(&self, domain: &Domain) -> Decision {
-        let region = register(domain, self.bench.buffer(PAGE)).expect("registered");
+        let region = register(domain, self.bench.buffer(page_size())).expect("registered");
         let decision = Decision::clone(region.decision().expect("a decision"));
         close(region);
         decision
@@ -99,7 +99,7 @@ fn nics_of_one_batch_have_their_own_mappings() {
             _ => DmaBufMapping::Default,
         });
         for probed in [false, true, true] {
-            let buffer = machine.bench.buffer(PAGE);
+            let buffer = machine.bench.buffer(page_size());
             if !probed {
                 for nth in 1..=2 {
                     machine.bench.device.faults().fail_nth(
@@ -209,7 +209,7 @@ fn integrated_device_is_staged_and_the_cause_says_why() {
     let machine = Machine::new("gb10", "000f:01:00.0", &nics, OPEN);
     machine.bench.device.faults().fail_nth(DeviceCall::ExportDmaBuf, 1, Errno(95));
     let domain = machine.bench.domain("rocep1s0f0", P2pPolicy::Enabled);
-    let buffer = machine.bench.buffer_of(AllocationKind::Device, DeviceId(0), PAGE);
+    let buffer = machine.bench.buffer_of(AllocationKind::Device, DeviceId(0), page_size());
     let region = register(&domain, buffer).unwrap();
     let decision = region.decision().unwrap();
     assert_eq!(decision.path, Path::Staged, "{decision}");

@@ -25,7 +25,7 @@ use hmem_p2p::{
 };
 use hmem_provider_loopback::{Faults, Loopback, NicCall};
 use path_support::{
-    ALL_IMPORTS, PAGE, REMOTE, register_range,
+    ALL_IMPORTS, REMOTE, page_size, register_range,
     vendor::{Refuse, Vendor, causes_of},
 };
 
@@ -77,7 +77,7 @@ impl Scene {
             whole: None,
             unexportable: false,
             half: false,
-            size: PAGE,
+            size: page_size(),
         }
     }
 
@@ -93,7 +93,7 @@ impl Scene {
             Vendor::new(self.iface, Arc::new(memory.build().expect("simulated memory")));
         (self.iface_breaks)(&mut vendor);
         if let Some(refuse) = self.whole {
-            (vendor.segment_len, vendor.whole) = (Some(PAGE), refuse);
+            (vendor.segment_len, vendor.whole) = (Some(page_size()), refuse);
         }
         let simulated = Arc::clone(&vendor.memory);
         let vendor: Arc<dyn hmem_core::Iface> = Arc::new(vendor);
@@ -362,14 +362,18 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         (
             "segments-not-in-one",
             Scene {
-                size: 2 * PAGE,
+                size: 2 * page_size(),
                 whole: Some(|| Some(cuda("CUDA_ERROR_INVALID_VALUE", 1))),
                 ..Scene::cuda()
             },
         ),
         (
             "other-export-unit",
-            Scene { size: 2 * PAGE, half: true, ..broken(|vendor| vendor.less = not_supported) },
+            Scene {
+                size: 2 * page_size(),
+                half: true,
+                ..broken(|vendor| vendor.less = not_supported)
+            },
         ),
         (
             "no-pcie-mapping",
@@ -635,7 +639,7 @@ fn refused_whole_range_export_has_the_cause_of_a_segment() {
         ("segments-not-in-one", not_supported, known()),
     ];
     for (name, refuse, facts) in refusals {
-        let scene = Scene { facts, size: 2 * PAGE, whole: Some(refuse), ..Scene::cuda() };
+        let scene = Scene { facts, size: 2 * page_size(), whole: Some(refuse), ..Scene::cuda() };
         for trace in scene.play() {
             let [refused, made] = &trace[..] else { panic!("{name}: {trace}") };
             assert_eq!(refused.cause_name, Some(name), "{trace}");

@@ -14,7 +14,7 @@ use hmem_core::{
 use hmem_iface_system::{DeviceCall, DmaBufKind, P2pMatrix, Simulated};
 use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
 use hmem_provider_loopback::{Loopback, NicCall};
-use path_support::{ALL_IMPORTS, Bench, PAGE, close, register, vendor::Vendor};
+use path_support::{ALL_IMPORTS, Bench, close, page_size, register, vendor::Vendor};
 
 const DMA_BUF: Imports =
     Imports { dma_buf: true, pcie_mapping_first: Some(false), peer_memory: false, staged: true };
@@ -33,7 +33,8 @@ fn each_device_and_nic_has_its_own_decision() {
             let domain = bench.domain(nic, P2pPolicy::Enabled);
             for id in [DeviceId(0), DeviceId(1)] {
                 let region =
-                    register(&domain, bench.buffer_of(AllocationKind::Device, id, PAGE)).unwrap();
+                    register(&domain, bench.buffer_of(AllocationKind::Device, id, page_size()))
+                        .unwrap();
                 let decision = region.decision().unwrap();
                 let near = (nic == "loop0") == (id == DeviceId(0));
                 let expected = if near { Path::DmaBuf } else { Path::Staged };
@@ -59,13 +60,13 @@ fn pair_without_a_direct_path_is_probed_once() {
         [DeviceCall::ExportDmaBuf, DeviceCall::ExportPeerMemory, DeviceCall::Segments]
             .map(|call| bench.calls(call))
     };
-    let first = close(register(&domain, bench.buffer(PAGE)).unwrap());
+    let first = close(register(&domain, bench.buffer(page_size())).unwrap());
     // The selector tries two mappings and one peer-memory export, first for the buffer and then for
     // a page. The page shows that the buffer is not at fault.
     assert_eq!(calls(), [4, 2, 2]);
     assert_eq!(bench.calls(DeviceCall::CreateMemory), 2, "the probe allocated one page");
     for _ in 0..50 {
-        let region = register(&domain, bench.buffer(PAGE)).unwrap();
+        let region = register(&domain, bench.buffer(page_size())).unwrap();
         assert_eq!(region.decision().unwrap().path, Path::Staged);
     }
     assert_eq!(calls(), [4, 2, 2], "a remembered decision calls no driver");
@@ -82,7 +83,7 @@ fn pair_with_a_direct_path_is_not_probed() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     for done in 1..=20 {
-        close(register(&domain, bench.buffer(PAGE)).unwrap());
+        close(register(&domain, bench.buffer(page_size())).unwrap());
         assert_eq!(bench.calls(DeviceCall::ExportDmaBuf), done);
     }
     assert_eq!(bench.calls(DeviceCall::CreateMemory), 20, "only the test allocated");
@@ -94,7 +95,7 @@ fn refusal_of_the_pcie_mapping_is_remembered() {
     // The driver claims to support the mapping and refuses it: one fault for each call.
     let bench = Bench::new(device(), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
-    let both = register(&domain, bench.buffer(PAGE)).unwrap();
+    let both = register(&domain, bench.buffer(page_size())).unwrap();
     let decision = both.decision().unwrap();
     assert_eq!((decision.mapping, decision.attempts.len()), (DmaBufMapping::Pcie, 1), "{decision}");
     close(both);
@@ -102,7 +103,7 @@ fn refusal_of_the_pcie_mapping_is_remembered() {
     bench.device.faults().fail_nth(DeviceCall::ExportDmaBuf, 1, Errno(95));
     bench.device.faults().fail_nth(DeviceCall::ExportDmaBuf, 3, Errno(95));
     let before = bench.calls(DeviceCall::ExportDmaBuf);
-    let region = register(&domain, bench.buffer(PAGE)).unwrap();
+    let region = register(&domain, bench.buffer(page_size())).unwrap();
     let decision = region.decision().unwrap();
     let calls: Vec<_> = decision.attempts.iter().map(|attempt| attempt.call.as_str()).collect();
     assert!(calls[0].starts_with("export_dma_buf(") && calls[0].ends_with(", Pcie)"), "{calls:?}");
@@ -113,7 +114,7 @@ fn refusal_of_the_pcie_mapping_is_remembered() {
         4,
         "the buffer's two and the page's two"
     );
-    let again = register(&domain, bench.buffer(PAGE)).unwrap();
+    let again = register(&domain, bench.buffer(page_size())).unwrap();
     assert_eq!(again.decision().unwrap().mapping, DmaBufMapping::Default);
     assert_eq!(
         bench.calls(DeviceCall::ExportDmaBuf) - before,
@@ -130,19 +131,19 @@ fn odd_buffers_do_not_demote_ordinary_buffers() {
     let path = |buffer| close_and_path(&domain, buffer);
     // The first round has no remembered decision, the later rounds have one.
     for _ in 0..3 {
-        assert_eq!(path(bench.odd(PAGE)), Path::Staged);
-        assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf);
+        assert_eq!(path(bench.odd(page_size())), Path::Staged);
+        assert_eq!(path(bench.buffer(page_size())), Path::DmaBuf);
     }
     // The driver refuses, not the iface: nothing marks the odd buffer beforehand.
     for errno in [95, 22, 12, 5] {
         bench.device.faults().fail_next(DeviceCall::ExportDmaBuf, Errno(errno));
-        assert_eq!(path(bench.buffer(PAGE)), Path::Staged, "errno {errno}");
-        assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf, "errno {errno}");
+        assert_eq!(path(bench.buffer(page_size())), Path::Staged, "errno {errno}");
+        assert_eq!(path(bench.buffer(page_size())), Path::DmaBuf, "errno {errno}");
     }
     // The NIC refuses the buffer.
     bench.faults.fail_nth(NicCall::Register, 1, Errno(524));
-    assert_eq!(path(bench.buffer(PAGE)), Path::Staged);
-    assert_eq!(path(bench.buffer(PAGE)), Path::DmaBuf);
+    assert_eq!(path(bench.buffer(page_size())), Path::Staged);
+    assert_eq!(path(bench.buffer(page_size())), Path::DmaBuf);
 }
 
 /// P2P-01
@@ -154,7 +155,7 @@ fn page_that_stays_registered_is_leaked_and_decides_nothing() {
     for (refusals, leaked) in [(1, 0), (2, 1)] {
         let bench = Bench::new(device(), DMA_BUF);
         let domain = bench.domain("loop0", P2pPolicy::Enabled);
-        let buffer = bench.odd(PAGE);
+        let buffer = bench.odd(page_size());
         let owner = bench.registry.owner_of(buffer.allocation().base()).unwrap();
         (1..=refusals).for_each(|nth| bench.faults.fail_nth(NicCall::Deregister, nth, Errno(5)));
         let region = register(&domain, buffer).unwrap();
@@ -165,7 +166,7 @@ fn page_that_stays_registered_is_leaked_and_decides_nothing() {
         let decided =
             bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled, None);
         assert_eq!(decided.map(|decision| decision.path), (leaked == 0).then_some(Path::DmaBuf));
-        assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), Path::DmaBuf);
+        assert_eq!(close_and_path(&domain, bench.buffer(page_size())), Path::DmaBuf);
     }
 }
 
@@ -181,11 +182,11 @@ fn close_and_path(domain: &hmem_core::Domain, buffer: hmem_core::DeviceBuffer) -
 fn many_odd_buffers_cost_few_probes() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
-    close(register(&domain, bench.buffer(PAGE)).unwrap());
+    close(register(&domain, bench.buffer(page_size())).unwrap());
     let before = bench.calls(DeviceCall::CreateMemory);
     for _ in 0..64 {
         bench.device.faults().fail_next(DeviceCall::ExportDmaBuf, Errno(95));
-        assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), Path::Staged);
+        assert_eq!(close_and_path(&domain, bench.buffer(page_size())), Path::Staged);
     }
     let probes = bench.calls(DeviceCall::CreateMemory) - before - 64;
     assert!((1..=7).contains(&probes), "{probes} probes for 64 odd buffers");
@@ -197,7 +198,7 @@ fn failure_of_the_path_removes_the_decision() {
     let bench = Bench::new(device(), DMA_BUF);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let attr = domain.provider_attr();
-    let buffer = bench.buffer(PAGE);
+    let buffer = bench.buffer(page_size());
     let owner = bench.registry.owner_of(buffer.allocation().base()).unwrap();
     let remembered = || bench.paths.remembered(&owner, attr, P2pPolicy::Enabled, None);
     assert!(remembered().is_none());
@@ -212,7 +213,7 @@ fn failure_of_the_path_removes_the_decision() {
     assert!(!decision.from_cache && decision.attempts[0].error.is_some(), "{decision}");
     assert!(remembered().is_none());
     close(region);
-    assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), Path::DmaBuf);
+    assert_eq!(close_and_path(&domain, bench.buffer(page_size())), Path::DmaBuf);
     assert!(remembered().is_some());
     bench.paths.forget();
     assert!(remembered().is_none());
@@ -226,7 +227,7 @@ fn selectors_do_not_share_decisions() {
     for _ in 0..2 {
         for (bench, expected) in [(&near, Path::DmaBuf), (&far, Path::Staged)] {
             let domain = bench.domain("loop0", P2pPolicy::Enabled);
-            assert_eq!(close_and_path(&domain, bench.buffer(PAGE)), expected);
+            assert_eq!(close_and_path(&domain, bench.buffer(page_size())), expected);
         }
     }
 }
@@ -237,7 +238,7 @@ fn selectors_do_not_share_decisions() {
 fn trace_is_in_decisions_errors_text_and_json() {
     let bench = Bench::new(device().p2p(P2pMatrix::none_reachable()), DMA_BUF);
     let enabled = bench.domain("loop0", P2pPolicy::Enabled);
-    let buffer = bench.buffer(PAGE);
+    let buffer = bench.buffer(page_size());
     let range = buffer.allocation().range;
     let region = register(&enabled, buffer).unwrap();
     let decision = region.decision().unwrap();
@@ -258,7 +259,7 @@ fn trace_is_in_decisions_errors_text_and_json() {
     close(region);
 
     let required = bench.domain("loop0", P2pPolicy::Required);
-    let error = register(&required, bench.buffer(PAGE)).unwrap_err().error;
+    let error = register(&required, bench.buffer(page_size())).unwrap_err().error;
     assert_eq!(error.trace().len(), 2);
     assert_eq!(
         error.kind(),
@@ -298,7 +299,8 @@ fn with_failing_releases() -> (Bench, Arc<dyn Iface>) {
 fn error_has_the_kind_of_the_refusal_and_not_of_a_failed_release() {
     let (bench, vendor) = with_failing_releases();
     let domain = bench.domain("loop0", P2pPolicy::Required);
-    let request = AllocRequest { len: PAGE, device: DeviceId(0), kind: AllocationKind::Device };
+    let request =
+        AllocRequest { len: page_size(), device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&vendor, &request).unwrap();
     bench.faults.fail_nth(NicCall::Register, 1, Errno(12));
     let error = register(&domain, buffer).unwrap_err().error;
@@ -334,7 +336,7 @@ fn paths_are_tried_whatever_the_driver_claims() {
     // The device claims no exports, the NIC claims all imports: both are tried.
     let bench = Bench::new(device().dma_buf(DmaBufKind::None).peer_memory(true), ALL_IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
-    let region = register(&domain, bench.buffer(PAGE)).unwrap();
+    let region = register(&domain, bench.buffer(page_size())).unwrap();
     assert_eq!(region.decision().unwrap().path, Path::PeerMemory);
     assert!(bench.calls(DeviceCall::ExportDmaBuf) > 0);
     close(region);
@@ -390,7 +392,7 @@ fn explanation_leaves_nothing_behind() {
     assert_eq!((host.path, host.kind), (Some(Path::PlainHost), "system"));
     assert_eq!(bench.device.stats().live_allocations, before);
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
-    let owner = bench.registry.owner_of(bench.buffer(PAGE).allocation().base()).unwrap();
+    let owner = bench.registry.owner_of(bench.buffer(page_size()).allocation().base()).unwrap();
     assert!(
         bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled, None).is_none()
     );
@@ -419,10 +421,10 @@ fn invalid_request_ends_the_search() {
     let domain =
         hmem_core::Domain::open(&bench.provider, registry, bench.paths.clone(), attr).unwrap();
     let register = |buffer| domain.submit(Request::new(buffer, path_support::REMOTE).key(7));
-    let first = register(bench.buffer(PAGE)).unwrap();
+    let first = register(bench.buffer(page_size())).unwrap();
     let exports = bench.calls(DeviceCall::ExportDmaBuf);
     for _ in 0..2 {
-        let error = register(bench.buffer(PAGE)).unwrap_err().error;
+        let error = register(bench.buffer(page_size())).unwrap_err().error;
         assert_eq!((error.kind(), error.trace().len()), (ErrorKind::NoKey, 1), "{error}");
     }
     assert_eq!(
@@ -432,7 +434,7 @@ fn invalid_request_ends_the_search() {
     );
     close(first);
     assert!(
-        register(bench.buffer(PAGE)).unwrap().decision().unwrap().from_cache,
+        register(bench.buffer(page_size())).unwrap().decision().unwrap().from_cache,
         "the decision is still remembered"
     );
 }

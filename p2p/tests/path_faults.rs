@@ -16,15 +16,17 @@ use hmem_iface_system::{DeviceCall, DmaBufKind, P2pMatrix, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{
-    ALL_IMPORTS, Bench, REMOTE, alone,
+    ALL_IMPORTS, Bench, REMOTE, alone, page_size,
     wire::{LOCAL, Wire},
 };
 
-const LEN: u64 = 70_000;
 /// Bytes that each transfer moves. They lie in two physical segments.
 static BYTES: LazyLock<Vec<u8>> =
-    LazyLock::new(|| (0..SEGMENT + 617).map(|at| (at * 13) as u8).collect());
-const SEGMENT: u64 = 16 << 10;
+    LazyLock::new(|| (0..segment_len() + 617).map(|at| (at * 13) as u8).collect());
+
+fn segment_len() -> u64 {
+    4 * page_size()
+}
 
 /// A path and the setup that selects it.
 #[derive(Clone, Copy, Debug)]
@@ -96,7 +98,7 @@ impl PathSetup {
         let device = Simulated::builder()
             .dma_buf(DmaBufKind::MemFd)
             .peer_memory(true)
-            .segment_len(SEGMENT)
+            .segment_len(segment_len())
             .p2p(matrix);
         Bench::with(device, Loopback::builder().imports(self.imports), DefaultPathSelector::new())
     }
@@ -146,7 +148,8 @@ fn live(bench: &Bench, setup: &PathSetup) -> RunReport {
     let result = (|| -> Result<()> {
         let near = bench.try_domain("loop0", P2pPolicy::Enabled)?;
         let far = bench.try_domain("loop0", setup.policy)?;
-        let request = AllocRequest { len: LEN, device: DeviceId(0), kind: setup.kind };
+        let request =
+            AllocRequest { len: 4 * segment_len() + 4464, device: DeviceId(0), kind: setup.kind };
         let memory = bench.device.allocate(&request)?;
         let used = use_memory(bench, [&near, &far], memory.range, &mut report);
         // SAFETY: every region of the memory is closed, and no reference to it exists.

@@ -15,7 +15,7 @@ use hmem_iface_system::{DeviceCall, DmaBufKind, P2pMatrix, Simulated, SimulatedB
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{
-    ALL_IMPORTS, Bench, PAGE, REMOTE, alone,
+    ALL_IMPORTS, Bench, REMOTE, alone, page_size,
     recording::RegisteredAs,
     wire::{LOCAL, Wire},
 };
@@ -59,11 +59,11 @@ fn close(registered: Regions<DeviceBuffer>) -> DeviceBuffer {
 fn one_export_of_each_segment_serves_every_nic() {
     let _alone = alone();
     for (kind, segments) in [(AllocationKind::Device, 1), (AllocationKind::Virtual, 3)] {
-        let bench = bench_of(Simulated::builder().segment_len(PAGE), DIRECT);
+        let bench = bench_of(Simulated::builder().segment_len(page_size()), DIRECT);
         let domains = domains(&bench, P2pPolicy::Required);
         for round in 0..3 {
             let before = bench.calls(DeviceCall::ExportDmaBuf);
-            let buffer = bench.buffer_of(kind, DeviceId(0), segments * PAGE);
+            let buffer = bench.buffer_of(kind, DeviceId(0), segments * page_size());
             bench.record.take();
             let shared = register(&domains, buffer).unwrap();
             // In the first round each NIC is probed with a page, which is another buffer.
@@ -111,15 +111,15 @@ fn every_nic_reaches_the_same_bytes_with_its_own_key() {
     let bench = bench_of(Simulated::builder().p2p(matrix), DIRECT);
     let domains = domains(&bench, P2pPolicy::Enabled);
     let initiator = bench.domain("loop0", P2pPolicy::Enabled);
-    let shared = register(&domains, bench.buffer(3 * PAGE)).unwrap();
+    let shared = register(&domains, bench.buffer(3 * page_size())).unwrap();
     let paths: Vec<_> =
         shared.regions().iter().map(|region| region.decision().unwrap().path).collect();
     assert_eq!(paths, [Path::DmaBuf, Path::DmaBuf, Path::Staged, Path::DmaBuf]);
     let keys = shared.rail_keys(0, 0).unwrap();
-    let mut model = vec![0u8; 3 * PAGE as usize];
+    let mut model = vec![0u8; 3 * page_size() as usize];
     for (at, (domain, nic)) in domains.iter().zip(NICS).enumerate() {
         let key = keys.of(nic).unwrap();
-        let wire = Wire::new(&initiator, domain, 3 * PAGE as usize);
+        let wire = Wire::new(&initiator, domain, 3 * page_size() as usize);
         let bytes: Vec<u8> = (0..5000).map(|byte| (byte * 7 + at) as u8).collect();
         wire.push(key, 100 + at as u64, &bytes).unwrap();
         model[100 + at..5100 + at].copy_from_slice(&bytes);
@@ -197,7 +197,7 @@ fn breaks(
     let bench = bench_of(Simulated::builder().peer_memory(true), imports);
     bench.faults.start_counting();
     let domains = domains(&bench, P2pPolicy::Required);
-    let mut buffer = bench.buffer(PAGE);
+    let mut buffer = bench.buffer(page_size());
     if warm {
         buffer = close(register(&domains, buffer).unwrap());
     }
@@ -230,7 +230,7 @@ fn registration_refused_by_the_last_nic_is_undone_at_the_others() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
-    let buffer = close(register(&domains, bench.buffer(PAGE)).unwrap());
+    let buffer = close(register(&domains, bench.buffer(page_size())).unwrap());
     let before = bench.residue();
     // The last NIC refuses both mappings.
     bench.faults.fail_nth(NicCall::Register, 4, Errno(12));
@@ -250,7 +250,7 @@ fn failed_undo_returns_the_region_with_the_error() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
-    let buffer = close(register(&domains, bench.buffer(PAGE)).unwrap());
+    let buffer = close(register(&domains, bench.buffer(page_size())).unwrap());
     bench.faults.fail_nth(NicCall::Register, 3, Errno(12));
     bench.faults.fail_nth(NicCall::Register, 4, Errno(12));
     bench.faults.fail_nth(NicCall::Deregister, 2, Errno(5));
@@ -275,7 +275,7 @@ fn refused_close_returns_the_open_regions() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
-    let shared = register(&domains, bench.buffer(PAGE)).unwrap();
+    let shared = register(&domains, bench.buffer(page_size())).unwrap();
     let part = shared.regions()[2].range().slice(10, 20).unwrap();
     let sub = shared.regions()[2].sub(part, REMOTE, None).unwrap();
     bench.faults.fail_nth(NicCall::Deregister, 1, Errno(5));
@@ -303,7 +303,7 @@ fn refused_release_of_an_export_is_in_the_trace_of_the_last_nic() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
-    let buffer = close(register(&domains, bench.buffer(PAGE)).unwrap());
+    let buffer = close(register(&domains, bench.buffer(page_size())).unwrap());
     let released = |trace: &hmem_core::path::Trace| {
         let calls = trace.iter().filter(|attempt| attempt.call.starts_with("release_dma_buf"));
         let errors = calls.map(|attempt| attempt.error.as_ref().expect("refused"));
@@ -335,7 +335,7 @@ fn nics_without_a_remembered_path_register_the_export_that_exists() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
-    let buffer = bench.buffer(PAGE);
+    let buffer = bench.buffer(page_size());
     // Without pages for probes, no NIC has a remembered path.
     bench.device.faults().fail_always(DeviceCall::CreateMemory, Errno(12));
     bench.device.faults().fail_next(DeviceCall::ExportDmaBuf, Errno(12));
@@ -364,7 +364,7 @@ fn drop_deregisters_at_every_nic() {
     let _alone = alone();
     let bench = bench(DIRECT);
     let domains = domains(&bench, P2pPolicy::Required);
-    drop(register(&domains, bench.buffer(PAGE)).unwrap());
+    drop(register(&domains, bench.buffer(page_size())).unwrap());
     assert_eq!((regions(&domains), bench.device.stats().live_allocations), (0, 0));
 }
 
@@ -378,12 +378,12 @@ fn host_memory_and_application_dma_bufs_register_on_several_nics() {
     let host = Batch::on(&domains).add(Request::new(vec![7u8; 100], REMOTE)).register().unwrap();
     assert!(host.regions().iter().all(|region| region.decision().unwrap().path == Path::PlainHost));
     assert_eq!(host.close().unwrap(), [vec![7u8; 100]]);
-    let buffer = bench.buffer(PAGE);
+    let buffer = bench.buffer(page_size());
     let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
     let Allocation { range, .. } = *buffer.allocation();
     let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
     let fd = export.as_fd().try_clone_to_owned().unwrap();
-    let given = DmaBuf { fd, offset: export.offset, len: PAGE, base_addr: None };
+    let given = DmaBuf { fd, offset: export.offset, len: page_size(), base_addr: None };
     // SAFETY: the buffer is dropped after the regions, and no reference to it exists.
     let memory = unsafe { Raw::new(given, Promise::ReadWrite) };
     let shared = Batch::on(&domains).add(Request::new(memory, REMOTE)).register().unwrap();

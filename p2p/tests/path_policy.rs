@@ -21,7 +21,7 @@ use hmem_core::{
 use hmem_iface_system::{DeviceCall, DmaBufKind, FreeDetection, P2pMatrix, Simulated};
 use hmem_p2p::path::{DefaultPathSelector, FactSource, Facts};
 use hmem_provider_loopback::Loopback;
-use path_support::{Bench, PAGE, REMOTE, close, recording::RegisteredAs, register};
+use path_support::{Bench, REMOTE, close, page_size, recording::RegisteredAs, register};
 
 /// A combination of device, NIC and policy.
 #[derive(Clone, Copy, Debug)]
@@ -128,7 +128,7 @@ impl Case {
         let domain = bench.domain("loop0", case.policy);
         // The second round uses the remembered decision.
         for round in 0..2 {
-            let outcome = register(&domain, bench.buffer(PAGE));
+            let outcome = register(&domain, bench.buffer(page_size()));
             let handed = bench.record.handed();
             match (case.expected(), outcome) {
                 (Ok((path, mapping)), Ok(region)) => {
@@ -204,7 +204,7 @@ fn remembered_path_holds_for_its_policy_only() {
         for _ in 0..2 {
             for policy in P2pPolicy::ALL.into_iter().chain(P2pPolicy::ALL.into_iter().rev()) {
                 let domain = bench.domain("loop0", policy);
-                let outcome = register(&domain, bench.buffer(PAGE));
+                let outcome = register(&domain, bench.buffer(page_size()));
                 let path = outcome.as_ref().ok().map(|region| region.decision().unwrap().path);
                 let expected = match (policy, disabled) {
                     (P2pPolicy::Required, true) => None,
@@ -231,7 +231,8 @@ fn cpu_accessible_memory_is_host_pages_under_every_policy() {
         let domain = bench.domain("loop0", policy);
         for kind in [AllocationKind::Host, AllocationKind::Managed] {
             for remembered in [false, true] {
-                let region = register(&domain, bench.buffer_of(kind, DeviceId(0), PAGE)).unwrap();
+                let region =
+                    register(&domain, bench.buffer_of(kind, DeviceId(0), page_size())).unwrap();
                 let decision = region.decision().unwrap();
                 assert_eq!(
                     (decision.path, decision.from_cache),
@@ -262,13 +263,13 @@ fn application_dma_buf_is_refused_without_direct_access() {
             DefaultPathSelector::new().disable_p2p(disabled),
         );
         let domain = bench.domain("loop0", policy);
-        let buffer = bench.buffer(PAGE);
+        let buffer = bench.buffer(page_size());
         let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
         let range = buffer.allocation().range;
         let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
         let fd = export.as_fd().try_clone_to_owned().unwrap();
         let handed_fd = fd.as_raw_fd();
-        let given = DmaBuf { fd, offset: export.offset, len: PAGE, base_addr: None };
+        let given = DmaBuf { fd, offset: export.offset, len: page_size(), base_addr: None };
         // SAFETY: the buffer is dropped after the region, and no reference to it exists.
         let memory = unsafe { Raw::new(given, Promise::ReadWrite) };
         let request = Request::new(memory, REMOTE).owner(bench.device.kind(), None);
@@ -328,12 +329,12 @@ fn dma_buf_of_unknown_memory_is_refused_without_direct_access() {
             let paths = DefaultPathSelector::new().disable_p2p(disabled);
             bench.paths = Arc::new(paths.facts(Arc::new(ExportedBy(exporter))));
             let domain = bench.domain("loop0", policy);
-            let buffer = bench.buffer(PAGE);
+            let buffer = bench.buffer(page_size());
             let nic = Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None };
             let range = buffer.allocation().range;
             let export = bench.device.export_dma_buf(range, &nic, DmaBufMapping::Default).unwrap();
             let (fd, offset) = (export.as_fd(), export.offset);
-            let given = BorrowedDmaBuf { fd, offset, len: PAGE, base_addr: None };
+            let given = BorrowedDmaBuf { fd, offset, len: page_size(), base_addr: None };
             // SAFETY: the buffer is dropped after the region, and no reference to it exists.
             let memory = unsafe { Raw::new(given, Promise::ReadWrite) };
             let attr = MrAttr { iface, ..MrAttr::new(memory, REMOTE) };

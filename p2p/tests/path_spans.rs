@@ -25,14 +25,17 @@ use hmem_iface_system::{DeviceCall, DmaBufKind, Simulated};
 use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
 use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{
-    ALL_IMPORTS, Bench, PAGE, REMOTE, alone, close,
+    ALL_IMPORTS, Bench, REMOTE, alone, close, page_size,
     recording::RegisteredAs,
     vendor::{Refuse, Vendor},
     wire::{LOCAL, Wire},
 };
 
-/// Length of a segment in bytes.
-const STEP: u64 = 4 * PAGE;
+/// Returns the length of a segment in bytes.
+fn step() -> u64 {
+    4 * page_size()
+}
+
 const IMPORTS: Imports =
     Imports { pcie_mapping_first: Some(false), peer_memory: false, ..ALL_IMPORTS };
 
@@ -56,7 +59,7 @@ fn segmented_for(imports: Imports, breaks: impl FnOnce(&mut Vendor)) -> Segmente
     let memory = Simulated::builder().window(1 << 32).dma_buf(DmaBufKind::MemFd);
     let memory = Arc::new(memory.build().expect("simulated memory"));
     let mut vendor = Vendor::new(IfaceKind::CUDA, Arc::clone(&memory));
-    vendor.segment_len = Some(STEP);
+    vendor.segment_len = Some(step());
     breaks(&mut vendor);
     let vendor: Arc<dyn Iface> = Arc::new(vendor);
     let nics = Loopback::builder().nic("loop0").nic("loop1").nic("loop2").imports(imports);
@@ -84,7 +87,7 @@ fn not_supported() -> Option<Error> {
 impl Segmented {
     fn buffer(&self, segments: u64) -> DeviceBuffer {
         let request = AllocRequest {
-            len: segments * STEP,
+            len: segments * step(),
             device: DeviceId(0),
             kind: AllocationKind::Device,
         };
@@ -108,7 +111,7 @@ impl Segmented {
         let mut found = vec![0; len];
         region.read(0, &mut found).expect("the device's own copy");
         assert!(found == bytes, "the device has other bytes than the NIC wrote");
-        let seam = STEP as usize - 5;
+        let seam = step() as usize - 5;
         assert!(wire.pull(&key, seam as u64, 10).expect("read") == bytes[seam..seam + 10]);
     }
 }
@@ -242,7 +245,7 @@ fn error_has_both_refusals_and_nothing_leaks() {
             world.domain.register(world.buffer(4), REMOTE | LOCAL).expect_err("refused twice");
         let trace = rejected.error.trace().clone();
         let whole = rejected.value.allocation().range.to_string();
-        let first = rejected.value.allocation().range.slice(0, STEP).expect("a part").to_string();
+        let first = rejected.value.allocation().range.slice(0, step()).expect("a part").to_string();
         let calls: Vec<_> = trace.iter().take(2).map(|attempt| attempt.call.clone()).collect();
         let expected = if nic {
             ["4 segments in 1 dma-buf", "4 segments in 4 dma-bufs"]
@@ -412,7 +415,7 @@ fn explanation_has_the_layout_of_segments() {
         [(None, "2 segments in 1 dma-buf"), (Some(not_alike as Refuse), "2 segments in 2")]
     {
         let world = segmented(|vendor| vendor.whole = whole.unwrap_or(vendor.whole));
-        let request = ExplainRequest::new(IfaceKind::CUDA).size(2 * STEP);
+        let request = ExplainRequest::new(IfaceKind::CUDA).size(2 * step());
         let explained =
             world.bench.paths.explain(&world.bench.registry, &world.bench.provider, &request);
         let explained = explained.expect("an explanation");
@@ -495,10 +498,10 @@ fn refused_whole_range_export_is_tried_once_for_all_nics() {
 fn range_with_an_unexportable_segment_is_not_exported_whole() {
     let _alone = alone();
     let bench =
-        Bench::new(Simulated::builder().dma_buf(DmaBufKind::MemFd).segment_len(STEP), IMPORTS);
+        Bench::new(Simulated::builder().dma_buf(DmaBufKind::MemFd).segment_len(step()), IMPORTS);
     let domain = bench.domain("loop0", P2pPolicy::Required);
-    let buffer = bench.buffer_of(AllocationKind::Virtual, DeviceId(0), 3 * STEP);
-    let second = buffer.allocation().range.slice(STEP, STEP).expect("a part");
+    let buffer = bench.buffer_of(AllocationKind::Virtual, DeviceId(0), 3 * step());
+    let second = buffer.allocation().range.slice(step(), step()).expect("a part");
     bench.device.set_exportable(second.start(), false).expect("live");
     let rejected = domain.register(buffer, REMOTE).expect_err("the second cannot");
     let first = &rejected.error.trace()[0];

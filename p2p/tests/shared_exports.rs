@@ -19,8 +19,11 @@ use hmem_iface_system::{
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::{Faults, Loopback, NicCall};
 
-const PAGE: u64 = 4096;
 const ACCESS: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+fn page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
 
 /// A simulated device and two NICs that import dma-bufs.
 struct Bench {
@@ -116,7 +119,7 @@ fn pull(nic: &Domain, region: &MemoryRegion) -> Vec<u8> {
 #[test]
 fn memory_registered_with_one_nic_after_the_other_is_exported_once() {
     let bench = Bench::new();
-    let memory = bench.allocate(AllocationKind::Device, 2 * PAGE);
+    let memory = bench.allocate(AllocationKind::Device, 2 * page_size());
     bench.copy_in(&memory, 7);
     let exports = SharedExports::new();
     let regions =
@@ -127,7 +130,7 @@ fn memory_registered_with_one_nic_after_the_other_is_exported_once() {
         assert_eq!(pull(nic, region), [7; 64]);
     }
 
-    let half = memory.range.slice(PAGE, PAGE).expect("inside");
+    let half = memory.range.slice(page_size(), page_size()).expect("inside");
     let part = register(&bench.nics[0], half, &exports).expect("registered");
     assert_eq!((bench.exports(), exports.len()), (2, 2), "another range is another export");
 
@@ -145,11 +148,11 @@ fn memory_registered_with_one_nic_after_the_other_is_exported_once() {
 fn memory_that_was_freed_and_allocated_again_is_exported_anew() {
     let bench = Bench::new();
     let exports = SharedExports::new();
-    let old = bench.allocate(AllocationKind::Device, PAGE);
+    let old = bench.allocate(AllocationKind::Device, page_size());
     bench.copy_in(&old, 1);
     register(&bench.nics[0], old.range, &exports).expect("registered").close().expect("closed");
     bench.free(&old);
-    let new = bench.allocate(AllocationKind::Device, PAGE);
+    let new = bench.allocate(AllocationKind::Device, page_size());
     assert_eq!(new.range, old.range, "the device reuses the addresses");
     assert_ne!(new.id, old.id);
     bench.copy_in(&new, 2);
@@ -165,7 +168,7 @@ fn exports_that_cannot_be_shared_are_not_stored() {
     // Mapped by hand, so that the allocation does not tell what is mapped.
     let bench = Bench::new();
     let exports = SharedExports::new();
-    let memory = bench.allocate(AllocationKind::Virtual, PAGE);
+    let memory = bench.allocate(AllocationKind::Virtual, page_size());
     for nic in &bench.nics {
         register(nic, memory.range, &exports).expect("registered").close().expect("closed");
     }
@@ -175,7 +178,7 @@ fn exports_that_cannot_be_shared_are_not_stored() {
     // The device exports for reachable NICs only.
     let one = P2pMatrix::all_reachable().block(DeviceId(0), "loop1");
     let bench = Bench::with(Simulated::builder().p2p(one), P2pPolicy::Enabled);
-    let memory = bench.allocate(AllocationKind::Device, PAGE);
+    let memory = bench.allocate(AllocationKind::Device, page_size());
     let paths = bench.nics.each_ref().map(|nic| {
         let region = register(nic, memory.range, &exports).expect("registered");
         region.decision().expect("device memory").path
@@ -189,7 +192,7 @@ fn refused_and_staged_registrations_store_nothing() {
     const EIO: Errno = Errno(5);
     let bench = Bench::new();
     let exports = SharedExports::new();
-    let memory = bench.allocate(AllocationKind::Device, PAGE);
+    let memory = bench.allocate(AllocationKind::Device, page_size());
     bench.faults.fail_nth(NicCall::Register, 1, EIO);
     register(&bench.nics[0], memory.range, &exports).expect_err("the NIC refuses the export");
     assert_eq!((bench.live_exports(), exports.is_empty()), (0, true));
@@ -197,7 +200,7 @@ fn refused_and_staged_registrations_store_nothing() {
     bench.free(&memory);
 
     let bench = Bench::with(Simulated::builder(), P2pPolicy::Disabled);
-    let memory = bench.allocate(AllocationKind::Device, PAGE);
+    let memory = bench.allocate(AllocationKind::Device, page_size());
     let region = register(&bench.nics[0], memory.range, &exports).expect("registered");
     assert_eq!(region.decision().expect("device memory").path, Path::Staged);
     assert_eq!((bench.exports(), exports.is_empty()), (0, true));

@@ -27,7 +27,11 @@ use parking_lot::{Mutex, MutexGuard};
 use recording::{Record, Recording};
 
 pub(crate) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
-pub(crate) const PAGE: u64 = 4096;
+
+/// Returns the page size of the machine.
+pub(crate) fn page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
 
 /// The imports of a NIC that supports every path.
 pub(crate) const ALL_IMPORTS: Imports =
