@@ -613,22 +613,23 @@ fn hugetlb_option_needs_memory_in_huge_pages() {
 #[test]
 fn long_region_is_split_and_rolled_back_as_a_whole() {
     let functions = functions();
-    with(|script| script.max_mr_size = 0x3000);
+    let page = rustix::param::page_size() as u64;
+    let (start, len) = (page + page / 2, 7 * page);
+    with(|script| script.max_mr_size = 3 * page);
     let domain = open(&Verbs::builder().functions(functions).build().expect("start"));
     assert_eq!(
         domain.provider_attr().max_mr_size,
-        0x3000 * 1000,
+        3 * page * 1000,
         "the size of one registration, times their number"
     );
     calls();
-    let region = domain.register(memory(0x1800, 0x7000), Access::REMOTE_READ).expect("register");
-    assert_eq!(
-        calls(),
-        ["reg_mr 0x1800+0x2800 0x4", "reg_mr 0x4000+0x3000 0x4", "reg_mr 0x7000+0x1800 0x4",]
-    );
+    let region = domain.register(memory(start, len), Access::REMOTE_READ).expect("register");
+    let half = page / 2;
+    let parts = [(start, 5 * half), (4 * page, 3 * page), (7 * page, 3 * half)];
+    assert_eq!(calls(), parts.map(|(start, len)| format!("reg_mr {start:#x}+{len:#x} 0x4")));
     let key = region.key().expect("key");
     let pieces: Vec<_> = key.pieces().map(|piece| (piece.base.0, piece.len)).collect();
-    assert_eq!(pieces, [(0x1800, 0x2800), (0x4000, 0x3000), (0x7000, 0x1800)]);
+    assert_eq!(pieces, parts);
     assert_eq!(RemoteKey::from_bytes(&key.to_bytes()).expect("on the wire"), key);
     assert_eq!(key.as_u64().expect_err("three keys").kind(), ErrorKind::Unsupported);
     let mut small = [0; 24];
@@ -643,7 +644,7 @@ fn long_region_is_split_and_rolled_back_as_a_whole() {
 
     calls();
     with(|script| script.register = vec![0, 0, 12]);
-    register(&domain, &[host(0x1800, 0x7000)], Access::SEND, VerbsOptions::empty())
+    register(&domain, &[host(start, len)], Access::SEND, VerbsOptions::empty())
         .expect_err("no room for the third");
     assert_eq!(calls()[3..], ["dereg_mr", "dereg_mr"]);
     assert_eq!(domain.live().regions, 0);
@@ -654,33 +655,27 @@ fn long_region_is_split_and_rolled_back_as_a_whole() {
 #[test]
 fn parts_of_imported_memory_keep_their_offsets() {
     let functions = functions();
-    with(|script| (script.dma_buf, script.max_mr_size) = (0, 0x3000));
+    let page = rustix::param::page_size() as u64;
+    let half = page / 2;
+    with(|script| (script.dma_buf, script.max_mr_size) = (0, 3 * page));
     let domain = open(&Verbs::builder().functions(functions).build().expect("start"));
     let fd = rustix::fs::memfd_create("hmem", rustix::fs::MemfdFlags::CLOEXEC).expect("memfd");
-    let (fd, offset) = (fd.as_fd(), DmaBufOffset(0x20800));
-    let address = Address(0x9000_0800);
+    let (fd, offset) = (fd.as_fd(), DmaBufOffset(0x20 * page + half));
+    let address = Address(0x9_0000 * page + half);
     let iface: Arc<dyn Iface> = Arc::new(hmem_iface_system::System::new());
-    for (backing, expected) in [
-        (
-            Backing::DmaBuf { fd, offset },
-            [
-                "reg_dmabuf_mr 0x20800+0x2800 at 0x1800 0x1",
-                "reg_dmabuf_mr 0x23000+0x3000 at 0x4000 0x1",
-                "reg_dmabuf_mr 0x26000+0x1800 at 0x7000 0x1",
-            ],
-        ),
-        (
-            Backing::PeerMemory { iface: &iface, address },
-            [
-                "reg_mr_iova2 0x90000800+0x2800 at 0x1800 0x1",
-                "reg_mr_iova2 0x90003000+0x3000 at 0x4000 0x1",
-                "reg_mr_iova2 0x90006000+0x1800 at 0x7000 0x1",
-            ],
-        ),
+    // Each part's distance from the start of the memory, its length, and its address in the region.
+    let parts =
+        [(0, 5 * half, 3 * half), (5 * half, 3 * page, 4 * page), (11 * half, 3 * half, 7 * page)];
+    for (backing, call, start) in [
+        (Backing::DmaBuf { fd, offset }, "reg_dmabuf_mr", offset.0),
+        (Backing::PeerMemory { iface: &iface, address }, "reg_mr_iova2", address.0),
     ] {
         calls();
-        let piece = Piece { range: range(0x1800, 0x7000), backing };
+        let piece = Piece { range: range(page + half, 7 * page), backing };
         register(&domain, &[piece], Access::RECV, VerbsOptions::empty()).expect("register");
+        let expected = parts.map(|(from, len, iova)| {
+            format!("{call} {:#x}+{len:#x} at {iova:#x} 0x1", start + from)
+        });
         assert_eq!(calls(), expected);
     }
 }

@@ -268,7 +268,8 @@ fn options_reach_the_driver_or_are_unsupported() -> Outcome {
 fn on_demand_pages_follow_their_mapping() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
-    let (from, to) = (Pages::new(8192), Pages::new(8192));
+    let page_size = rustix::param::page_size();
+    let (from, to) = (Pages::new(2 * page_size), Pages::new(2 * page_size));
     let granted = with_options(&pair.far, to.range(), VerbsOptions::ON_DEMAND);
     let newer = std::env::var("HMEM_VM_KERNEL").is_ok_and(|release| !release.starts_with("6."));
     let region = match granted {
@@ -282,7 +283,7 @@ fn on_demand_pages_follow_their_mapping() -> Outcome {
     let bytes = from.fill(61);
     let source = pair.near.register(from.range(), LOCAL).expect("register");
     let base = Iova(to.range().start().0);
-    let key = RemoteKey::new(Addressing::Virtual, base, 8192, region.key);
+    let key = RemoteKey::new(Addressing::Virtual, base, to.len as u64, region.key);
     // Each page holds one packet: rxe of Linux 7.3 puts every packet at the start of a page.
     const LEN: usize = 512;
     let desc = source.desc().expect("desc");
@@ -290,12 +291,12 @@ fn on_demand_pages_follow_their_mapping() -> Outcome {
         let remote = remote(&key, page as u64, LEN as u64);
         pair.near.write(segment(from.part(page as u64, LEN as u64), desc), remote).expect("write");
     };
-    for page in [0, 4096] {
+    for page in [0, page_size] {
         write(page);
         assert!(to.get(page, LEN) == bytes[page..page + LEN], "page at {page}");
     }
     to.map_anew();
-    for page in [0, 4096] {
+    for page in [0, page_size] {
         assert!(to.get(page, LEN) == [0; LEN], "new page at {page}");
         write(page);
         assert!(
@@ -380,7 +381,8 @@ fn locked_memory_limit_is_named_with_value_and_remedy() -> Outcome {
 fn registered_pages_survive_a_fork() -> Outcome {
     let name = device()?;
     let pair = Pair::new(&name);
-    let (from, to) = (Pages::new(8192), Pages::new(8192));
+    let len = 2 * rustix::param::page_size();
+    let (from, to) = (Pages::new(len), Pages::new(len));
     let source = pair.near.register(from.range(), LOCAL).expect("register");
     let target = pair.far.register(to.range(), REMOTE).expect("register");
     assert!(
@@ -406,12 +408,12 @@ fn registered_pages_survive_a_fork() -> Outcome {
     // Without protection, the first write after a fork would move the parent's data to a copy of
     // the page.
     let bytes = from.fill(21);
-    to.put(0, &vec![1; 8192]);
+    to.put(0, &vec![1; len]);
     let key = target.key().expect("key");
     pair.near
-        .write(segment(from.range(), source.desc().expect("desc")), remote(&key, 0, 8192))
+        .write(segment(from.range(), source.desc().expect("desc")), remote(&key, 0, len as u64))
         .expect("write");
-    assert_eq!(to.get(0, 8192), bytes, "the NIC and the parent see the same pages");
+    assert_eq!(to.get(0, len), bytes, "the NIC and the parent see the same pages");
     // SAFETY: the descriptors and the child are this test's own.
     unsafe {
         libc::close(hold[0]);

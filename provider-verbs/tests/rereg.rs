@@ -33,15 +33,19 @@ fn domain(max_mr_size: u64) -> Domain {
 }
 
 fn register(domain: &Domain, len: u64) -> Region<Raw> {
-    domain.register(fake::memory(0x1000, len), Access::REMOTE_READ).expect("register")
+    domain.register(fake::memory(page_size(), len), Access::REMOTE_READ).expect("register")
+}
+
+fn page_size() -> u64 {
+    rustix::param::page_size() as u64
 }
 
 /// VRB-01
 #[test]
 fn rereg_changes_rights_and_keys_of_every_part() {
-    let domain = domain(0x2000);
+    let domain = domain(2 * page_size());
     let verbs = VerbsDomain::of(&domain).expect("verbs");
-    let region = register(&domain, 0x4000);
+    let region = register(&domain, 4 * page_size());
     let handle = region.provider_region().expect("handle");
     let before = VerbsMr::all_of(&region).expect("keys");
     calls();
@@ -99,9 +103,9 @@ fn refused_rereg_keeps_the_region_or_reports_it_lost() {
 /// VRB-01
 #[test]
 fn rereg_refused_for_a_part_restores_the_parts_before_it() {
-    let domain = domain(0x2000);
+    let domain = domain(2 * page_size());
     let verbs = VerbsDomain::of(&domain).expect("verbs");
-    let region = register(&domain, 0x6000);
+    let region = register(&domain, 6 * page_size());
     let handle = region.provider_region().expect("handle");
     for (answers, word) in [
         (vec![(0, 0), (0, 0), (-1, 22)], "unchanged"),
@@ -152,10 +156,10 @@ impl tracing::Subscriber for Panics {
 /// MR-18
 #[test]
 fn region_can_be_closed_after_a_panic_in_rereg() {
-    let domain = domain(0x2000);
+    let domain = domain(2 * page_size());
     let verbs = VerbsDomain::of(&domain).expect("verbs");
     // A failed assertion must not drop the region, which would wait for the change to end.
-    let region = ManuallyDrop::new(register(&domain, 0x4000));
+    let region = ManuallyDrop::new(register(&domain, 4 * page_size()));
     let handle = region.provider_region().expect("handle");
     // The provider logs an error, since it cannot restore the rights of the first part after the
     // second part was refused.
