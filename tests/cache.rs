@@ -23,8 +23,8 @@ use hmem::{
     },
     transfer::RemoteSegment,
 };
+use rustix::param::page_size;
 
-const PAGE: usize = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
 /// Returns memory by its addresses.
@@ -124,7 +124,7 @@ fn unmap(at: usize, len: usize) {
 
 fn fill(at: usize, byte: u8) {
     // SAFETY: mapped by the test, and nothing refers into it.
-    unsafe { ptr::with_exposed_provenance_mut::<u8>(at).write_bytes(byte, PAGE) };
+    unsafe { ptr::with_exposed_provenance_mut::<u8>(at).write_bytes(byte, page_size()) };
 }
 
 /// In each round, unmaps a page, maps a new one at its address and registers it. Returns the number
@@ -132,20 +132,20 @@ fn fill(at: usize, byte: u8) {
 fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
     let net = Net::open(hmem, CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
-    let at = map(None, PAGE);
+    let at = map(None, page_size());
     let mut stale = 0;
     for round in 0..rounds {
         let byte = (round % 251) as u8 + 1;
         fill(at, byte);
         // SAFETY: the memory is the test's own, and nothing refers into it.
-        let region = cache.get(unsafe { raw(range(at, PAGE)) }, REMOTE).expect("registered");
+        let region = cache.get(unsafe { raw(range(at, page_size())) }, REMOTE).expect("registered");
         assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
         stale += u32::from(net.pulled(&region, 16) != [byte; 16]);
         drop(region);
-        unmap(at, PAGE);
-        assert_eq!(map(Some(at), PAGE), at);
+        unmap(at, page_size());
+        assert_eq!(map(Some(at), page_size()), at);
     }
-    unmap(at, PAGE);
+    unmap(at, page_size());
     stale
 }
 
@@ -312,10 +312,10 @@ fn lookup_handle_hits_cached_ranges_and_registers_others() {
     let cache = net.target.cache().expect("a cache");
     let request = AllocRequest { len: 8192, device: DeviceId(1), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
-    let at = map(None, PAGE);
+    let at = map(None, page_size());
     let handle = cache.lookup_handle();
     for (memory, owner) in [
-        (range(at, PAGE), (IfaceKind::SYSTEM, None)),
+        (range(at, page_size()), (IfaceKind::SYSTEM, None)),
         (buffer.allocation().range, (SIMULATED, Some(DeviceId(1)))),
     ] {
         let before = cache.statistics();
@@ -335,7 +335,7 @@ fn lookup_handle_hits_cached_ranges_and_registers_others() {
     // SAFETY: the registration is refused.
     handle.get(unsafe { raw(range(at, 0)) }, REMOTE).expect_err("there is nothing in it");
     drop(handle);
-    unmap(at, PAGE);
+    unmap(at, page_size());
     cache.reclaim();
     assert_eq!(cache.statistics().entries, 1);
 }
@@ -347,7 +347,7 @@ fn monitors_of_different_ifaces_start_and_fail_independently() {
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
-    let host = map(None, PAGE);
+    let host = map(None, page_size());
     // Each case: host monitor, ifaces without monitor, host memory cached, device memory cached.
     let cases = [
         (HostMonitorKind::Auto, Some(vec![IfaceKind::SYSTEM]), false, true),
@@ -373,7 +373,7 @@ fn monitors_of_different_ifaces_start_and_fail_independently() {
         let net = Net::open(&hmem, cache);
         let cache = net.target.cache().expect("a cache");
         for (at, cached, iface) in [
-            (range(host, PAGE), host_cached, IfaceKind::SYSTEM),
+            (range(host, page_size()), host_cached, IfaceKind::SYSTEM),
             (buffer.allocation().range, device_cached, SIMULATED),
         ] {
             // SAFETY: the memory is the test's own.
@@ -385,7 +385,7 @@ fn monitors_of_different_ifaces_start_and_fail_independently() {
             }
         }
     }
-    unmap(host, PAGE);
+    unmap(host, page_size());
 }
 
 /// CACHE-04
@@ -403,7 +403,7 @@ fn disabled_monitor_turns_every_cache_off() {
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
-    let host = map(None, PAGE);
+    let host = map(None, page_size());
     let builder = || Hmem::builder().without_vendor_ifaces();
     let by_builder = builder().cache_monitor(HostMonitorKind::Disabled);
     let cases = [
@@ -419,7 +419,7 @@ fn disabled_monitor_turns_every_cache_off() {
         assert_eq!(defaults.limits().max_count == 0, off_by.is_some());
         let net = Net::open(&hmem, CacheAttr::default().max_count(100));
         let cache = net.target.cache().expect("a cache");
-        for at in [range(host, PAGE), buffer.allocation().range] {
+        for at in [range(host, page_size()), buffer.allocation().range] {
             for _ in 0..2 {
                 // SAFETY: the memory is the test's own.
                 drop(cache.get(unsafe { raw(at) }, REMOTE).expect("registered"));
@@ -432,7 +432,7 @@ fn disabled_monitor_turns_every_cache_off() {
             "{off_by:?}"
         );
     }
-    unmap(host, PAGE);
+    unmap(host, page_size());
 }
 
 /// MON-08
@@ -443,17 +443,19 @@ fn each_subscription_of_a_cached_region_is_undone() {
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.provider(loopback()).build().expect("started");
     let net = Net::open(&hmem, CacheAttr::default().max_count(4));
-    let at = map(None, 16 * PAGE);
+    let at = map(None, 16 * page_size());
     let cache = net.target.cache().expect("a cache");
     for page in 0..16 {
         // SAFETY: the memory is the test's own.
-        cache.get(unsafe { raw(range(at + page * PAGE, PAGE)) }, REMOTE).expect("registered");
+        cache
+            .get(unsafe { raw(range(at + page * page_size(), page_size())) }, REMOTE)
+            .expect("registered");
     }
     assert!(!watcher.0.lock().unwrap().is_empty());
     cache.evict_idle();
     assert!(watcher.0.lock().unwrap().is_empty());
     assert_eq!(net.target.live().regions, 0);
-    unmap(at, 16 * PAGE);
+    unmap(at, 16 * page_size());
 }
 
 /// CACHE-10
@@ -470,11 +472,11 @@ fn cache_entries_name_their_path_and_close_with_the_domain() {
     let domain = hmem
         .domain("loopback", DomainAttr { cache: Some(CacheAttr::default()), ..attr })
         .expect("a domain");
-    let at = map(None, PAGE);
+    let at = map(None, page_size());
     {
         let cache = domain.cache().expect("a cache");
         // SAFETY: the memory is the test's own.
-        let (host, there) = unsafe { (raw(range(at, PAGE)), raw(buffer.range())) };
+        let (host, there) = unsafe { (raw(range(at, page_size())), raw(buffer.range())) };
         let [host, there] = [host, there].map(|raw| cache.get(raw, REMOTE).expect("registered"));
         let mut paths: Vec<_> =
             cache.entries().into_iter().map(|one| (one.region, one.users)).collect();
@@ -484,7 +486,7 @@ fn cache_entries_name_their_path_and_close_with_the_domain() {
         assert_eq!(domain.live().regions, 2);
     }
     domain.close().expect("idle regions are deregistered");
-    unmap(at, PAGE);
+    unmap(at, page_size());
 }
 
 /// Extension of the builder for an `Hmem` with a device's iface and a software NIC.
@@ -583,15 +585,16 @@ fn builder_overrides_variables_and_bad_variables_are_refused() {
     assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(2), Some(false)));
     // The cache of a domain uses the builder's settings.
     let net = Net::open(&hmem, CacheAttr::default());
-    let at = map(None, 16 * PAGE);
+    const LEN: usize = 4096;
+    let at = map(None, 16 * LEN);
     let cache = net.target.cache().expect("a cache");
-    for page in 0..4 {
+    for index in 0..4 {
         // SAFETY: the memory is the test's own.
-        cache.get(unsafe { raw(range(at + 2 * page * PAGE, PAGE)) }, REMOTE).expect("registered");
+        cache.get(unsafe { raw(range(at + 2 * index * LEN, LEN)) }, REMOTE).expect("registered");
     }
     assert_eq!(cache.statistics().entries, 2);
     // SAFETY: the memory is the test's own.
-    let long = cache.get(unsafe { raw(range(at, 6 * PAGE)) }, REMOTE).expect("registered");
+    let long = cache.get(unsafe { raw(range(at, 6 * LEN)) }, REMOTE).expect("registered");
     assert!(matches!(long.lease().uncached_reason(), Some(UncachedReason::TooLong)));
 }
 

@@ -15,9 +15,8 @@ use hmem::{
     system::monitor::ImportMonitor,
 };
 use hmem_fake_cuda::{FakeDriver, Profile};
+use rustix::param::page_size;
 use silent::Silent;
-
-const PAGE: usize = 4096;
 
 fn range(start: usize, len: usize) -> AddressRange {
     AddressRange::new(Address(start as u64), len as u64).expect("no wrap")
@@ -38,7 +37,7 @@ fn registering_a_host_page_takes_one_driver_call_and_a_hit_none() {
     let (rights, own) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     // SAFETY: the kernel chooses the address, so the mapping replaces nothing.
-    let pages = unsafe { libc::mmap(ptr::null_mut(), 4 * PAGE, rights, own, -1, 0) };
+    let pages = unsafe { libc::mmap(ptr::null_mut(), 4 * page_size(), rights, own, -1, 0) };
     assert_ne!(pages, libc::MAP_FAILED);
     let at = pages.expose_provenance();
 
@@ -51,9 +50,13 @@ fn registering_a_host_page_takes_one_driver_call_and_a_hit_none() {
         of(&|| assert_eq!(registry.owner_of(Address(at as u64)).unwrap().iface, IfaceKind::SYSTEM)),
         1
     );
-    for (offset, len, calls) in
-        [(0, 1, 1), (0, PAGE, 1), (100, 200, 1), (PAGE - 1, 2, 2), (0, 4 * PAGE, 2)]
-    {
+    for (offset, len, calls) in [
+        (0, 1, 1),
+        (0, page_size(), 1),
+        (100, 200, 1),
+        (page_size() - 1, 2, 2),
+        (0, 4 * page_size(), 2),
+    ] {
         let asked = range(at + offset, len);
         let owner =
             of(&|| assert_eq!(registry.owner_of_range(asked).unwrap().iface, IfaceKind::SYSTEM));
@@ -69,7 +72,7 @@ fn registering_a_host_page_takes_one_driver_call_and_a_hit_none() {
     let cache = domain.cache().expect("a cache");
     let get = || {
         // SAFETY: the test owns the memory, and keeps it mapped.
-        let memory = unsafe { Raw::new(range(at, PAGE), Promise::ReadWrite) };
+        let memory = unsafe { Raw::new(range(at, page_size()), Promise::ReadWrite) };
         drop(cache.get(memory, Access::REMOTE_READ).expect("registered"));
     };
     assert_eq!(of(&get), 1, "a miss");
@@ -82,8 +85,8 @@ fn registering_a_host_page_takes_one_driver_call_and_a_hit_none() {
     let buffer = DeviceBuffer::allocate(&cuda, &request).expect("device memory");
     let there = buffer.allocation().range;
     assert_eq!(registry.owner_of_range(there).unwrap().iface, IfaceKind::CUDA);
-    let into = range(there.start().0 as usize - PAGE, 2 * PAGE);
+    let into = range(there.start().0 as usize - page_size(), 2 * page_size());
     assert_eq!(registry.owner_of_range(into).unwrap_err().kind(), ErrorKind::OutOfBounds);
     // SAFETY: the test's own mapping, which is no longer registered.
-    assert_eq!(unsafe { libc::munmap(pages, 4 * PAGE) }, 0);
+    assert_eq!(unsafe { libc::munmap(pages, 4 * page_size()) }, 0);
 }

@@ -22,8 +22,8 @@ use hmem::{
     system::Simulated,
     transfer::{EndpointName, RemoteSegment},
 };
+use rustix::param::page_size;
 
-const PAGE: usize = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 const LONG: Duration = Duration::from_secs(60);
 
@@ -38,10 +38,10 @@ unsafe fn raw(range: AddressRange) -> Raw {
 
 /// Returns a page filled with `byte`, which stays mapped until the process ends.
 fn pages(byte: u8) -> AddressRange {
-    let bytes: &'static mut [u8] = vec![byte; 3 * PAGE].leak();
+    let bytes: &'static mut [u8] = vec![byte; 3 * page_size()].leak();
     let range = AddressRange::of(bytes);
-    let skip = range.start().0.next_multiple_of(PAGE as u64) - range.start().0;
-    range.slice(skip, PAGE as u64).expect("inside")
+    let skip = range.start().0.next_multiple_of(page_size() as u64) - range.start().0;
+    range.slice(skip, page_size() as u64).expect("inside")
 }
 
 /// A domain with a cache, and a peer on the same NIC that reads the domain's memory by RMA.

@@ -13,29 +13,32 @@ use hmem::{
     loopback::{Loopback, RemapPolicy},
     system::monitor::HostMonitorKind,
 };
+use rustix::param::page_size;
 
-const PAGE: usize = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
 /// Number of pages that each test registers, except for the tests that are slow. A monitor that did
 /// not limit its mappings would need more of them for these pages than a process may have.
 const PAGES: usize = 40_000;
 
-/// Number of pages registered from one mapping, before the test maps another one.
-const BLOCK: usize = 1 << 16;
+/// Returns the number of pages registered from one mapping, before the test maps another one. These
+/// pages take 256 MiB.
+fn block() -> usize {
+    (256 << 20) / page_size()
+}
 
 fn map(pages: usize, sharing: i32) -> *mut libc::c_void {
     let flags = sharing | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: the kernel chooses the address, so the mapping replaces nothing.
-    let at = unsafe { libc::mmap(ptr::null_mut(), pages * PAGE, protection, flags, -1, 0) };
+    let at = unsafe { libc::mmap(ptr::null_mut(), pages * page_size(), protection, flags, -1, 0) };
     assert_ne!(at, libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
     at
 }
 
 fn unmap(at: *mut libc::c_void, pages: usize) {
     // SAFETY: the test's own mapping, and nothing refers into it.
-    assert_eq!(unsafe { libc::munmap(at, pages * PAGE) }, 0);
+    assert_eq!(unsafe { libc::munmap(at, pages * page_size()) }, 0);
 }
 
 /// Returns the maximum number of mappings of a process (`vm.max_map_count`).
@@ -53,9 +56,9 @@ fn take_mappings() {
     let own = limit() - 5_530;
     let at = map(own, libc::MAP_PRIVATE);
     for page in (0..own).step_by(2) {
-        let at = at.wrapping_byte_add(page * PAGE);
+        let at = at.wrapping_byte_add(page * page_size());
         // SAFETY: the test's own pages.
-        assert_eq!(unsafe { libc::mprotect(at, PAGE, libc::PROT_READ) }, 0);
+        assert_eq!(unsafe { libc::mprotect(at, page_size(), libc::PROT_READ) }, 0);
     }
     assert!(mappings() >= own, "{} mappings", mappings());
 }
@@ -72,11 +75,12 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
     let cache = domain.cache().expect("a cache");
     let mut left = pages;
     while left > 0 {
-        let now = left.min(BLOCK);
+        let now = left.min(block());
         let block = map(2 * now, libc::MAP_PRIVATE);
         for index in 0..now {
-            let at = block.wrapping_byte_add(2 * index * PAGE);
-            let range = AddressRange::new(Address::of_ptr(at), PAGE as u64).expect("no wrap");
+            let at = block.wrapping_byte_add(2 * index * page_size());
+            let range =
+                AddressRange::new(Address::of_ptr(at), page_size() as u64).expect("no wrap");
             // SAFETY: the page is unmapped without a lease left, and the cache is notified.
             let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
             let region = cache.get(memory, REMOTE);

@@ -30,8 +30,12 @@ use hmem::{
 use silent::Silent;
 use tracing::{Event, Metadata, Subscriber, span};
 
-const PAGE: u64 = 4096;
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+
+/// Returns the page size of the machine.
+fn page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
 
 /// A simulated device that counts queries. It reports no address range of its own, so every lookup
 /// of an owner queries it.
@@ -193,16 +197,19 @@ impl Fixture {
 /// Device memory belongs to the second iface.
 fn queries(fixture: &Fixture, entry: EntryPoint, memory: Memory) -> [u64; 2] {
     let owner: Arc<dyn Iface> = Arc::clone(&fixture.ifaces[1]) as _;
-    let request = AllocRequest { len: 4 * PAGE, device: DeviceId(0), kind: AllocationKind::Device };
+    let request =
+        AllocRequest { len: 4 * page_size(), device: DeviceId(0), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&owner, &request).expect("device memory");
-    let host = vec![1u8; 4 * PAGE as usize];
+    let host = vec![1u8; 4 * page_size() as usize];
     // The domains and their caches are dropped before the memory.
     let domains = [fixture.domain("loop0"), fixture.domain("loop1")];
     let domain = &domains[0];
-    let page = Address::of_ptr(host.as_ptr()).0.next_multiple_of(PAGE);
+    let page = Address::of_ptr(host.as_ptr()).0.next_multiple_of(page_size());
     let (range, kind) = match memory {
         Memory::HostPage => (AddressRange::new(Address(page + 64), 128), IfaceKind::SYSTEM),
-        Memory::HostPages => (AddressRange::new(Address(page + 64), PAGE), IfaceKind::SYSTEM),
+        Memory::HostPages => {
+            (AddressRange::new(Address(page + 64), page_size()), IfaceKind::SYSTEM)
+        }
         Memory::Device => (Ok(buffer.allocation().range), owner.kind()),
     };
     // SAFETY: host memory and buffer are dropped after the domains, and thus after every region and
@@ -321,7 +328,8 @@ fn each_iface_is_queried_as_often_as_the_table_says() {
 fn each_range_is_exported_with_the_allocation_that_holds_it() {
     let fixture = Fixture::new();
     let owner: Arc<dyn Iface> = Arc::clone(&fixture.ifaces[1]) as _;
-    let request = AllocRequest { len: PAGE, device: DeviceId(0), kind: AllocationKind::Device };
+    let request =
+        AllocRequest { len: page_size(), device: DeviceId(0), kind: AllocationKind::Device };
     let buffers = [(); 3].map(|()| DeviceBuffer::allocate(&owner, &request).expect("memory"));
     let ranges = buffers.each_ref().map(|buffer| buffer.allocation().range);
     let domain = fixture.domain("loop0");
@@ -407,22 +415,25 @@ mod driver_lookups {
         let iface = hmem.iface(IfaceKind::CUDA).expect("added");
         let (mut own, mut popped, mut pointer) = (CuContext::NULL, CuContext::NULL, 0);
         let buffer = (context == Context::Retained).then(|| {
-            let request =
-                AllocRequest { len: PAGE, device: DeviceId(0), kind: AllocationKind::Device };
+            let request = AllocRequest {
+                len: page_size(),
+                device: DeviceId(0),
+                kind: AllocationKind::Device,
+            };
             DeviceBuffer::allocate(iface, &request).expect("device memory")
         });
         if buffer.is_none() {
             // SAFETY: the outputs are writable, and device 0 exists.
             unsafe {
                 check(hmem_fake_cuda::cuCtxCreate_v2(&mut own, 0, 0));
-                check((functions.mem_alloc())(&mut pointer, PAGE as usize));
+                check((functions.mem_alloc())(&mut pointer, page_size() as usize));
             }
         }
         if context == Context::Foreign {
             // SAFETY: the output is writable.
             check(unsafe { (functions.ctx_pop_current())(&mut popped) });
         }
-        let own_range = || AddressRange::new(Address(pointer), PAGE).expect("a range");
+        let own_range = || AddressRange::new(Address(pointer), page_size()).expect("a range");
         let range = buffer.as_ref().map_or_else(own_range, |buffer| buffer.allocation().range);
         let domain = hmem.domain("loopback", attr).expect("a domain");
         // SAFETY: the memory outlives the domain, and nothing refers to its bytes.

@@ -26,10 +26,14 @@ use hmem::{
     transfer::{EndpointName, RemoteSegment},
 };
 
-const PAGE: u64 = 4096;
 const READ: Access = Access::REMOTE_READ;
 const WRITE: Access = Access::REMOTE_WRITE;
 const REMOTE: Access = READ.union(WRITE);
+
+/// Returns the page size of the machine.
+fn page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
 
 /// A simulated device, a domain with a cache on a software NIC, and a peer.
 struct Net {
@@ -53,7 +57,8 @@ impl Net {
     }
 
     fn with(max_mr_size: u64, mode: MrMode, cache: CacheAttr, p2p: P2pPolicy) -> Self {
-        let simulated = Simulated::builder().segment_len(2 * PAGE).build().expect("a device");
+        let simulated =
+            Simulated::builder().segment_len(2 * page_size()).build().expect("a device");
         let device: Arc<dyn Iface> = Arc::new(simulated);
         let faults = Faults::new();
         let loopback = Loopback::builder().faults(&faults).needs(mode).max_mr_size(max_mr_size);
@@ -93,9 +98,11 @@ impl Net {
 
     /// Allocates a device buffer in which each page has its own byte value.
     fn filled(&self, pages: u64) -> DeviceBuffer {
-        let buffer = self.buffer(pages * PAGE, AllocationKind::Device);
+        let buffer = self.buffer(pages * page_size(), AllocationKind::Device);
         for page in 0..pages {
-            buffer.write(page * PAGE, &[page as u8 + 1; PAGE as usize]).expect("inside");
+            buffer
+                .write(page * page_size(), &vec![page as u8 + 1; page_size() as usize])
+                .expect("inside");
         }
         buffer
     }
@@ -169,7 +176,7 @@ type View = (Range<u64>, Access);
 
 /// Returns a view for each page of a memory with `count` pages.
 fn pages(count: u64, access: Access) -> Vec<View> {
-    (0..count).map(|page| (page * PAGE..(page + 1) * PAGE, access)).collect()
+    (0..count).map(|page| (page * page_size()..(page + 1) * page_size(), access)).collect()
 }
 
 /// Returns the keys of all views on the target.
@@ -202,10 +209,10 @@ fn views_of_an_allocation_share_a_registration_but_no_key() {
     assert_eq!(distinct.len(), 24, "no two views are the same range of the same key");
     for (index, key) in keys.iter().enumerate() {
         let view = registered.view(0, index / 8, index % 8).expect("there");
-        assert_eq!((key.first_len(), view.access()), (PAGE, REMOTE));
+        assert_eq!((key.first_len(), view.access()), (page_size(), REMOTE));
         let byte = 8 - index as u8 % 8;
-        assert_eq!(net.pull(key, PAGE).expect("read"), [byte; PAGE as usize]);
-        let outside = key.slice(0, PAGE + 1).unwrap_err();
+        assert_eq!(net.pull(key, page_size()).expect("read"), vec![byte; page_size() as usize]);
+        let outside = key.slice(0, page_size() + 1).unwrap_err();
         assert_eq!(outside.kind(), ErrorKind::OutOfBounds, "{outside}");
     }
     for (nic, memory, view) in [(1, 0, 0), (0, 3, 0), (0, 0, 8), (0, 2, 8), (0, usize::MAX, 0)] {
@@ -214,7 +221,7 @@ fn views_of_an_allocation_share_a_registration_but_no_key() {
     }
     net.push(&keys[16], b"through the last page of the last").expect("write");
     let mut bytes = [0; 7];
-    registered.read(2, 7 * PAGE, &mut bytes).expect("inside");
+    registered.read(2, 7 * page_size(), &mut bytes).expect("inside");
     assert_eq!(&bytes, b"through");
     let dead = keys[5].clone();
     let buffers = registered.close().expect("nothing is bound to them");
@@ -231,7 +238,7 @@ fn without_growth_each_view_is_a_registration_of_its_own() {
     assert_eq!((registered.regions().len(), net.registrations()), (8, 8));
     for (view, region) in registered.views(0).zip(registered.regions()) {
         assert_eq!(view.region().range(), view.range());
-        assert_eq!(region.range().len(), PAGE);
+        assert_eq!(region.range().len(), page_size());
     }
     let numbers: BTreeSet<_> =
         keys(&registered).iter().map(|key| key.as_u64().expect("one")).collect();
@@ -243,9 +250,9 @@ fn without_growth_each_view_is_a_registration_of_its_own() {
 fn views_with_different_rights_never_share_a_registration() {
     let net = Net::open();
     let access = [READ, WRITE, REMOTE, READ, WRITE, REMOTE, Access::SEND, Access::empty()];
-    let starts = (0..).step_by(PAGE as usize / 2);
+    let starts = (0..).step_by(page_size() as usize / 2);
     let views: Vec<_> =
-        starts.zip(access).map(|(start, access)| (start..start + PAGE, access)).collect();
+        starts.zip(access).map(|(start, access)| (start..start + page_size(), access)).collect();
     let registered = net.register([net.filled(8)], &views, Growth::Allocation).expect("registered");
     assert_eq!(registered.regions().len(), 5, "one for each set of rights");
     for (view, access) in registered.views(0).zip(access) {
@@ -264,12 +271,14 @@ fn views_with_different_rights_never_share_a_registration() {
 /// MR-17
 #[test]
 fn registrations_stay_within_both_limits() {
-    for (max, growth) in [(u64::MAX, Growth::UpTo(3 * PAGE)), (3 * PAGE, Growth::Allocation)] {
+    for (max, growth) in
+        [(u64::MAX, Growth::UpTo(3 * page_size())), (3 * page_size(), Growth::Allocation)]
+    {
         let net = Net::with(max, MrMode::empty(), CacheAttr::default(), P2pPolicy::Required);
         let registered =
             net.register([net.filled(8)], &pages(8, REMOTE), growth).expect("registered");
         let lens: Vec<_> = registered.regions().iter().map(|region| region.range().len()).collect();
-        assert_eq!(lens, [3 * PAGE, 3 * PAGE, 2 * PAGE]);
+        assert_eq!(lens, [3 * page_size(), 3 * page_size(), 2 * page_size()]);
         for (index, key) in keys(&registered).iter().enumerate() {
             assert_eq!(net.pull(key, 1).expect("read"), [index as u8 + 1]);
         }
@@ -280,10 +289,11 @@ fn registrations_stay_within_both_limits() {
 #[test]
 fn a_registration_covers_the_smallest_range_of_its_views() {
     let net = Net::open();
-    let views = [5 * PAGE..5 * PAGE + 10, 2 * PAGE..2 * PAGE + 100].map(|part| (part, READ));
+    let views = [5 * page_size()..5 * page_size() + 10, 2 * page_size()..2 * page_size() + 100]
+        .map(|part| (part, READ));
     let registered = net.register([net.filled(8)], &views, Growth::Allocation).expect("registered");
     let [region] = registered.regions() else { panic!("one registration") };
-    assert_eq!(region.range().len(), 3 * PAGE + 10, "it reaches beyond its views");
+    assert_eq!(region.range().len(), 3 * page_size() + 10, "it reaches beyond its views");
 }
 
 /// MR-17
@@ -291,13 +301,13 @@ fn a_registration_covers_the_smallest_range_of_its_views() {
 fn overlapping_and_repeated_views_have_their_own_bytes() {
     let net = Net::open();
     let views = [(0, 3), (1, 1), (1, 4), (1, 1), (0, 8)]
-        .map(|(page, pages)| (page * PAGE..(page + pages) * PAGE, READ));
+        .map(|(page, pages)| (page * page_size()..(page + pages) * page_size(), READ));
     for (growth, regions) in [(Growth::Allocation, 1), (Growth::None, 5)] {
         let registered = net.register([net.filled(8)], &views, growth).expect("registered");
         assert_eq!(registered.regions().len(), regions);
         for (key, (part, _)) in keys(&registered).iter().zip(&views) {
             assert_eq!(key.first_len(), part.end - part.start);
-            assert_eq!(net.pull(key, 1).expect("read"), [(part.start / PAGE) as u8 + 1]);
+            assert_eq!(net.pull(key, 1).expect("read"), [(part.start / page_size()) as u8 + 1]);
         }
     }
 }
@@ -306,10 +316,10 @@ fn overlapping_and_repeated_views_have_their_own_bytes() {
 #[test]
 fn raw_memory_that_cannot_grow_is_registered_as_requested() {
     let net = Net::open();
-    let host = vec![7_u8; 8 * PAGE as usize];
-    let segments = net.buffer(8 * PAGE, AllocationKind::Virtual);
-    let one_segment = net.buffer(2 * PAGE, AllocationKind::Virtual);
-    let plain = net.buffer(8 * PAGE, AllocationKind::Device);
+    let host = vec![7_u8; 8 * page_size() as usize];
+    let segments = net.buffer(8 * page_size(), AllocationKind::Virtual);
+    let one_segment = net.buffer(2 * page_size(), AllocationKind::Virtual);
+    let plain = net.buffer(8 * page_size(), AllocationKind::Device);
     let of = |range: AddressRange, count: u64| -> Vec<Raw> {
         let len = range.len() / count;
         // SAFETY: the memory outlives the regions, and nothing refers into it meanwhile.
@@ -337,16 +347,20 @@ fn raw_memory_that_cannot_grow_is_registered_as_requested() {
 fn raw_ranges_share_a_registration_only_by_promise() {
     let net = Net::open();
     let (buffer, other) = (net.filled(8), net.filled(1));
-    let part = |page: u64| buffer.range().slice(page * PAGE, PAGE).expect("inside");
+    let part = |page: u64| buffer.range().slice(page * page_size(), page_size()).expect("inside");
     let ranges = [part(6), other.range(), part(1)];
     // SAFETY: the buffers outlive the regions, and nothing refers into device memory.
     let shared = ranges.map(|range| unsafe { raw(range) });
     let registered = net.register_raw(&shared, READ, Growth::Allocation).expect("registered");
     let mut lens: Vec<_> = registered.regions().iter().map(|region| region.len()).collect();
     lens.sort_unstable();
-    assert_eq!((lens, net.regions()), (vec![PAGE, 6 * PAGE], 2), "pages 1 to 6 are one region");
+    assert_eq!(
+        (lens, net.regions()),
+        (vec![page_size(), 6 * page_size()], 2),
+        "pages 1 to 6 are one region"
+    );
     for (key, byte) in keys(&registered).iter().zip([7, 1, 2]) {
-        assert_eq!(net.pull(key, PAGE).expect("read"), [byte; PAGE as usize]);
+        assert_eq!(net.pull(key, page_size()).expect("read"), vec![byte; page_size() as usize]);
     }
     let back = registered.close().expect("nothing is bound to them");
     assert_eq!(back.iter().map(|raw| *raw.at()).collect::<Vec<_>>(), ranges);
@@ -366,10 +380,11 @@ fn growth_around_memory_that_is_promised_alone_is_refused() {
     for promise in [Promise::ReadWrite, Promise::ReadOnly] {
         let net = Net::open();
         let buffer = net.filled(8);
-        let page = |page: u64| buffer.range().slice(page * PAGE, PAGE).expect("inside");
+        let page =
+            |page: u64| buffer.range().slice(page * page_size(), page_size()).expect("inside");
         // SAFETY: the buffer outlives the regions, and nothing refers into device memory.
         let pages = [1, 3].map(|at| unsafe { Raw::new(page(at), promise) });
-        for growth in [Growth::Allocation, Growth::UpTo(2 * PAGE)] {
+        for growth in [Growth::Allocation, Growth::UpTo(2 * page_size())] {
             let Rejected { value, error } = net.register_raw(&pages, READ, growth).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             assert_eq!((error.context_value("view"), net.registrations()), (Some("0"), 0));
@@ -381,12 +396,15 @@ fn growth_around_memory_that_is_promised_alone_is_refused() {
         drop(alone);
         // Views of one memory may share a registration inside it.
         // SAFETY: the buffer outlives the regions, and nothing refers into device memory.
-        let half =
-            buffer.range().slice(0, 4 * PAGE).map(|range| unsafe { Raw::new(range, promise) });
-        let views = [(PAGE..PAGE + 8, READ), (3 * PAGE..3 * PAGE + 8, READ)];
+        let half = buffer
+            .range()
+            .slice(0, 4 * page_size())
+            .map(|range| unsafe { Raw::new(range, promise) });
+        let views =
+            [(page_size()..page_size() + 8, READ), (3 * page_size()..3 * page_size() + 8, READ)];
         let registered = net.register(half, &views, Growth::Allocation).expect("registered");
         let [region] = registered.regions() else { panic!("one registration") };
-        assert_eq!(region.len(), 2 * PAGE + 8);
+        assert_eq!(region.len(), 2 * page_size() + 8);
         drop(registered);
     }
 }
@@ -398,14 +416,18 @@ fn views_of_a_dma_buf_reach_their_part_of_it() {
     let buffer = net.filled(8);
     let nic = &net.target.provider_attr().nic;
     // Not the start of the exported memory.
-    let exported = buffer.range().slice(2 * PAGE, 4 * PAGE).expect("inside");
+    let exported = buffer.range().slice(2 * page_size(), 4 * page_size()).expect("inside");
     let export = net.device.export_dma_buf(exported, nic, DmaBufMapping::Default).expect("export");
     let base_addr = Some(Address(0x7000_0000_0000));
     let fd = export.fd.try_clone().expect("a descriptor");
     let memory = DmaBuf { fd, offset: export.offset, len: export.len, base_addr };
     // SAFETY: the buffer outlives the regions, and nothing refers into device memory.
     let memory = unsafe { Raw::new(memory, Promise::ReadWrite) };
-    let parts = [PAGE + 100..2 * PAGE, 0..4 * PAGE, 4 * PAGE - 1..4 * PAGE];
+    let parts = [
+        page_size() + 100..2 * page_size(),
+        0..4 * page_size(),
+        4 * page_size() - 1..4 * page_size(),
+    ];
     let views = parts.clone().map(|part| (part, REMOTE));
     let registered = net.register([memory], &views, Growth::Allocation).expect("registered");
     assert_eq!((registered.regions().len(), net.regions()), (3, 3), "a dma-buf has no addresses");
@@ -415,17 +437,18 @@ fn views_of_a_dma_buf_reach_their_part_of_it() {
         assert_eq!(view.range(), AddressRange::new(start, part.end - part.start).expect("a range"));
         let key = view.key().expect("a key");
         let mut expected = vec![0; view.range().len() as usize];
-        buffer.read(2 * PAGE + part.start, &mut expected).expect("inside");
+        buffer.read(2 * page_size() + part.start, &mut expected).expect("inside");
         assert_eq!(net.pull(&key, view.range().len()).expect("read"), expected, "{part:?}");
         net.push(&key, &[0xF0 + index as u8]).expect("write");
         let mut first = [0];
-        buffer.read(2 * PAGE + part.start, &mut first).expect("inside");
+        buffer.read(2 * page_size() + part.start, &mut first).expect("inside");
         assert_eq!(first, [0xF0 + index as u8], "{part:?}");
         assert!(net.pull(&key, view.range().len() + 1).is_err(), "{part:?}");
     }
     let [memory] = registered.close().expect("nothing is bound").try_into().expect("one");
-    assert_eq!((memory.at().offset, memory.at().len), (export.offset, 4 * PAGE));
-    let refused = net.register([memory], &[(PAGE..4 * PAGE + 1, REMOTE)], Growth::None);
+    assert_eq!((memory.at().offset, memory.at().len), (export.offset, 4 * page_size()));
+    let refused =
+        net.register([memory], &[(page_size()..4 * page_size() + 1, REMOTE)], Growth::None);
     let Rejected { value, error } = refused.unwrap_err();
     assert_eq!((error.kind(), net.regions()), (ErrorKind::OutOfBounds, 0), "{error}");
     assert_eq!(value.close().expect("nothing is registered").len(), 1);
@@ -436,14 +459,14 @@ fn views_of_a_dma_buf_reach_their_part_of_it() {
 #[test]
 fn host_buffers_grow_only_to_the_whole_buffer() {
     let net = Net::open();
-    let buffers = vec![vec![1_u8; 8 * PAGE as usize], vec![2; 8 * PAGE as usize]];
+    let buffers = vec![vec![1_u8; 8 * page_size() as usize], vec![2; 8 * page_size() as usize]];
     let registered =
         net.register(buffers, &pages(8, READ), Growth::Allocation).expect("registered");
     assert_eq!(registered.regions().len(), 2);
     let keys = keys(&registered);
     assert_eq!(net.pull(&keys[3], 4).expect("read"), [1; 4]);
     assert_eq!(net.pull(&keys[12], 4).expect("read"), [2; 4]);
-    assert_eq!(registered.close().expect("closed")[1], vec![2; 8 * PAGE as usize]);
+    assert_eq!(registered.close().expect("closed")[1], vec![2; 8 * page_size() as usize]);
 }
 
 /// MR-17
@@ -460,8 +483,8 @@ fn views_register_alone_if_their_joint_registration_fails() {
         for (index, view) in registered.views(0).enumerate() {
             let path = view.region().decision().expect("registered").path;
             assert_eq!(path, Path::DmaBuf, "growth made it worse");
-            let bytes = net.pull(&view.key().expect("a key"), PAGE).expect("read");
-            assert_eq!(bytes, [index as u8 + 1; PAGE as usize]);
+            let bytes = net.pull(&view.key().expect("a key"), page_size()).expect("read");
+            assert_eq!(bytes, vec![index as u8 + 1; page_size() as usize]);
         }
     }
 }
@@ -480,7 +503,7 @@ fn failed_batch_closes_regions_and_returns_buffers() {
         assert!(refused.value.views(0).len() == 0 && refused.value.regions().is_empty());
         let buffers = refused.value.close().expect("nothing is registered");
         let mut byte = [0];
-        buffers[2].read(PAGE, &mut byte).expect("the buffer is whole");
+        buffers[2].read(page_size(), &mut byte).expect("the buffer is whole");
         assert_eq!((buffers.len(), byte), (3, [2]));
     }
     // The grown registration fails. Each view then registers alone, and one of these registrations
@@ -512,15 +535,15 @@ fn wrong_views_are_refused_by_name_before_registration() {
     let net = Net::open();
     let unknown = Access::from_bits_retain(1 << 40);
     for (part, access, kind) in [
-        (PAGE..2 * PAGE + 1, READ, ErrorKind::OutOfBounds),
+        (page_size()..2 * page_size() + 1, READ, ErrorKind::OutOfBounds),
         (u64::MAX..u64::MAX, READ, ErrorKind::OutOfBounds),
         (1..u64::MAX, READ, ErrorKind::OutOfBounds),
         (Range { start: 2, end: 1 }, READ, ErrorKind::OutOfBounds),
         (5..5, READ, ErrorKind::ZeroLength),
-        (0..PAGE, unknown, ErrorKind::BadAccess),
+        (0..page_size(), unknown, ErrorKind::BadAccess),
     ] {
         for growth in [Growth::None, Growth::Allocation] {
-            let views = [(0..PAGE, READ), (part.clone(), access)];
+            let views = [(0..page_size(), READ), (part.clone(), access)];
             let refused = net.register([net.filled(2)], &views, growth).unwrap_err();
             let error = &refused.error;
             assert_eq!((error.kind(), error.operation()), (kind, "register batch"), "{error}");
@@ -533,7 +556,7 @@ fn wrong_views_are_refused_by_name_before_registration() {
     // A view that exceeds its allocation.
     let buffer = net.filled(2);
     let range = buffer.allocation().range;
-    let beyond = AddressRange::new(range.start(), 3 * PAGE).expect("no wrap");
+    let beyond = AddressRange::new(range.start(), 3 * page_size()).expect("no wrap");
     // SAFETY: the registration is refused.
     let views = [range, beyond].map(|range| unsafe { raw(range) });
     let refused = net.register_raw(&views, READ, Growth::Allocation).unwrap_err();
@@ -575,7 +598,9 @@ fn views_of_memory_that_is_freed_meanwhile_are_refused() {
     let mut views = [live.allocation().range, freed.allocation().range];
     views.sort();
     let kept = views[0];
-    let parts = |range: &AddressRange| [0, PAGE].map(|at| range.slice(at, PAGE).expect("inside"));
+    let parts = |range: &AddressRange| {
+        [0, page_size()].map(|at| range.slice(at, page_size()).expect("inside"))
+    };
     // SAFETY: nothing refers into the memory, and freed memory is not registered then.
     let views: Vec<_> = views.iter().flat_map(parts).map(|part| unsafe { raw(part) }).collect();
     let (live, freed) = if live.allocation().range == kept { (live, freed) } else { (freed, live) };
@@ -603,7 +628,7 @@ fn nic_enforces_bounds_of_a_sub_region_of_a_shared_registration() {
     assert_eq!(net.pull(&key, 3).expect("read"), [3; 3]);
     let local = net.initiator.register(vec![0_u8; 8192], Access::READ).expect("a buffer");
     let peer = net.endpoint.resolve(&net.name).expect("the target");
-    for (offset, len) in [(0, PAGE + 1), (PAGE, 1)] {
+    for (offset, len) in [(0, page_size() + 1), (page_size(), 1)] {
         // Built by hand, since `RemoteKey::slice` refuses the range before the NIC does.
         let address = Iova(key.base().0 + offset);
         let remote = [RemoteSegment { address, len, key: &key }];
@@ -625,8 +650,10 @@ fn slices_of_a_view_stay_inside_the_view() {
         .register([net.filled(4)], &pages(4, Access::SEND), Growth::Allocation)
         .expect("registered");
     let view = registered.view(0, 0, 1).expect("there");
-    assert!(view.slice(0, PAGE).is_ok() && view.desc().is_ok());
-    for (offset, len) in [(0, PAGE + 1), (1, PAGE), (PAGE + 1, 0), (u64::MAX, 2)] {
+    assert!(view.slice(0, page_size()).is_ok() && view.desc().is_ok());
+    for (offset, len) in
+        [(0, page_size() + 1), (1, page_size()), (page_size() + 1, 0), (u64::MAX, 2)]
+    {
         let outside = view.slice(offset, len).unwrap_err();
         assert_eq!(outside.kind(), ErrorKind::OutOfBounds, "{offset} {len}");
     }
@@ -640,14 +667,17 @@ fn misses_of_a_cache_that_grows_register_the_allocation_once() {
     let buffer = net.filled(8);
     let range = buffer.allocation().range;
     for page in 0..8 {
-        let part = range.slice(page * PAGE, PAGE).expect("inside");
+        let part = range.slice(page * page_size(), page_size()).expect("inside");
         // SAFETY: nothing refers into the memory, and it outlives its registration.
         let region = cache.get(unsafe { raw(part) }, READ).expect("registered");
         assert_eq!((region.range(), region.view().range()), (range, part));
         let key = region.view().key().expect("a key");
-        assert_eq!(key.first_len(), PAGE, "the key is of what was looked up");
-        assert_eq!(net.pull(&key, PAGE).expect("read"), [page as u8 + 1; PAGE as usize]);
-        assert_eq!(region.slice(0, PAGE + 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
+        assert_eq!(key.first_len(), page_size(), "the key is of what was looked up");
+        assert_eq!(
+            net.pull(&key, page_size()).expect("read"),
+            vec![page as u8 + 1; page_size() as usize]
+        );
+        assert_eq!(region.slice(0, page_size() + 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
     }
     assert_eq!((cache.statistics().registrations, cache.statistics().hits), (1, 7));
     // Other rights need another registration, which has only these rights. SAFETY: nothing refers
@@ -669,19 +699,20 @@ fn registration_of_imported_memory_does_not_grow() {
     for (kind, imported) in [(AllocationKind::Device, false), (AllocationKind::Imported, true)] {
         let net = Net::cached(CacheAttr::default().growth(Growth::Allocation));
         let cache = net.target.cache().expect("a cache");
-        let owned = net.buffer(8 * PAGE, AllocationKind::Device);
+        let owned = net.buffer(8 * page_size(), AllocationKind::Device);
         let opened = imported.then(|| {
             let handle = net.device.ipc_export(owned.allocation()).expect("a handle");
             net.device.ipc_open(&handle).expect("opens")
         });
         let allocation = opened.unwrap_or(*owned.allocation());
         assert_eq!(allocation.kind, kind);
-        let part = allocation.range.slice(PAGE, 100).expect("inside");
+        let part = allocation.range.slice(page_size(), 100).expect("inside");
         // SAFETY: nothing refers into the memory, and it outlives its registration.
         let region = cache.get(unsafe { raw(part) }, READ).expect("registered");
         let expected = if imported { part } else { allocation.range };
         assert_eq!(region.range(), expected, "{kind:?}");
-        let views = [1, 5].map(|page| allocation.range.slice(page * PAGE, 100).expect("inside"));
+        let views =
+            [1, 5].map(|page| allocation.range.slice(page * page_size(), 100).expect("inside"));
         // SAFETY: nothing refers into the memory, and it outlives its registration.
         let views = views.map(|range| unsafe { raw(range) });
         let registered = net.register_raw(&views, READ, Growth::Allocation);
@@ -696,7 +727,7 @@ fn a_cache_grows_only_within_its_limits() {
     let grown = |attr: CacheAttr, kind: AllocationKind, offset: u64| -> u64 {
         let net = Net::cached(attr);
         let cache = net.target.cache().expect("a cache");
-        let buffer = net.buffer(8 * PAGE, kind);
+        let buffer = net.buffer(8 * page_size(), kind);
         let part = buffer.allocation().range.slice(offset, 100).expect("inside");
         // SAFETY: nothing refers into the memory, and it outlives its registration.
         let region = cache.get(unsafe { raw(part) }, READ).expect("registered");
@@ -708,13 +739,17 @@ fn a_cache_grows_only_within_its_limits() {
     let device = AllocationKind::Device;
     let whole = || CacheAttr::default().growth(Growth::Allocation);
     assert_eq!(grown(CacheAttr::default(), device, 0), 100, "growth is opt-in");
-    assert_eq!(grown(whole(), device, 0), 8 * PAGE);
+    assert_eq!(grown(whole(), device, 0), 8 * page_size());
     assert_eq!(grown(whole(), AllocationKind::Virtual, 0), 100, "several segments");
-    assert_eq!(grown(whole().max_bytes(4 * PAGE), device, 0), 4 * PAGE, "the cache's bytes");
+    assert_eq!(
+        grown(whole().max_bytes(4 * page_size()), device, 0),
+        4 * page_size(),
+        "the cache's bytes"
+    );
     assert_eq!(grown(whole().max_count(0), device, 0), 100, "the cache is off");
-    let up_to = || CacheAttr::default().growth(Growth::UpTo(3 * PAGE));
-    assert_eq!(grown(up_to(), device, 7 * PAGE), 2 * PAGE, "the last block");
-    assert_eq!(grown(up_to(), device, 3 * PAGE - 50), 100, "in two blocks");
+    let up_to = || CacheAttr::default().growth(Growth::UpTo(3 * page_size()));
+    assert_eq!(grown(up_to(), device, 7 * page_size()), 2 * page_size(), "the last block");
+    assert_eq!(grown(up_to(), device, 3 * page_size() - 50), 100, "in two blocks");
     let unwatched = whole().without_monitors([SIMULATED]);
     assert_eq!(grown(unwatched, device, 0), 100, "memory that is not cached");
 }
@@ -730,7 +765,7 @@ fn miss_with_refused_growth_registers_its_own_range() {
         // The NIC refuses the dma-buf of the grown range. Staged copies may replace it.
         net.faults.fail_nth(NicCall::Register, 1, Errno(22));
         for page in 0..3 {
-            let part = buffer.allocation().range.slice(page * PAGE, 10).expect("inside");
+            let part = buffer.allocation().range.slice(page * page_size(), 10).expect("inside");
             // SAFETY: nothing refers into the memory, and it outlives its registration.
             let region = cache.get(unsafe { raw(part) }, READ).expect("its own range");
             assert_eq!(
@@ -761,7 +796,7 @@ fn misses_until_growth<B: Memory>(net: &Net, buffer: B, refusal: i32) -> Option<
 #[test]
 fn a_refused_growth_is_retried_only_after_many_misses() {
     let net = Net::cached(CacheAttr::default().growth(Growth::Allocation));
-    let host = || vec![0_u8; 8 * PAGE as usize];
+    let host = || vec![0_u8; 8 * page_size() as usize];
     let (no_memory, invalid) = (12, 22);
     for (name, misses) in [
         ("host memory", misses_until_growth(&net, host(), no_memory)),
@@ -833,25 +868,28 @@ fn halves<B: Memory>(buffer: B) -> ([Part<B>; 2], Arc<AtomicUsize>) {
 fn parts_of_a_buffer_are_cached_without_unsafe() {
     let net = Net::cached(CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
-    let buffer = cache.own(vec![0_u8; 8 * PAGE as usize]).expect("a buffer");
-    buffer.write(PAGE, b"by the application").expect("inside");
+    let buffer = cache.own(vec![0_u8; 8 * page_size() as usize]).expect("a buffer");
+    buffer.write(page_size(), b"by the application").expect("inside");
     for _ in 0..3 {
-        let region = buffer.get(PAGE, PAGE, REMOTE).expect("registered");
+        let region = buffer.get(page_size(), page_size(), REMOTE).expect("registered");
         let key = region.view().key().expect("a key");
         assert_eq!(net.pull(&key, 6).expect("read")[2..], *b" the");
         net.push(&key, b"BY").expect("write");
     }
     assert_eq!((cache.statistics().registrations, cache.statistics().hits), (1, 2));
     let mut bytes = [0; 6];
-    buffer.read(PAGE, &mut bytes).expect("inside");
+    buffer.read(page_size(), &mut bytes).expect("inside");
     assert_eq!(&bytes, b"BY the");
-    let outside = buffer.get(7 * PAGE, PAGE + 1, READ).unwrap_err();
+    let outside = buffer.get(7 * page_size(), page_size() + 1, READ).unwrap_err();
     assert_eq!((outside.kind(), outside.operation()), (ErrorKind::OutOfBounds, "get"), "{outside}");
     assert_eq!(buffer.get(0, 0, READ).unwrap_err().kind(), ErrorKind::ZeroLength);
     let busy = net.target.close().unwrap_err();
     assert_eq!(busy.error.kind(), ErrorKind::Busy, "the buffer is the domain's");
     let bytes = buffer.close().expect("no lease is left");
-    assert_eq!((&bytes[PAGE as usize..][..6], busy.value.live().regions), (&b"BY the"[..], 0));
+    assert_eq!(
+        (&bytes[page_size() as usize..][..6], busy.value.live().regions),
+        (&b"BY the"[..], 0)
+    );
     let empty = busy.value.cache().expect("a cache").own(Vec::new()).unwrap_err();
     assert_eq!(empty.error.kind(), ErrorKind::ZeroLength);
 }
@@ -863,7 +901,7 @@ fn a_cached_buffer_with_a_lease_or_sub_region_is_not_returned() {
     let cache = net.target.cache().expect("a cache");
     let shared = Arc::new(net.filled(4));
     let buffer = Arc::new(cache.own(Arc::clone(&shared)).expect("a buffer"));
-    let region = buffer.get(0, PAGE, READ).expect("registered");
+    let region = buffer.get(0, page_size(), READ).expect("registered");
     let sub = region.sub(region.range(), READ, None).expect("all of it");
     drop(region);
     let key = sub.key().expect("a key");
@@ -873,7 +911,7 @@ fn a_cached_buffer_with_a_lease_or_sub_region_is_not_returned() {
     assert_eq!(net.pull(&key, 2).expect("the sub-region works"), [1; 2]);
     // The buffer still works after a failed close.
     let buffer = busy.value;
-    drop(buffer.get(PAGE, PAGE, READ).expect("registered"));
+    drop(buffer.get(page_size(), page_size(), READ).expect("registered"));
     drop(sub);
     let back = buffer.close().expect("nothing depends on it any more");
     assert!(Arc::ptr_eq(&back, &shared) && net.regions() == 0);
@@ -884,7 +922,7 @@ fn a_cached_buffer_with_a_lease_or_sub_region_is_not_returned() {
 fn close_of_a_cached_buffer_waits_for_a_lease_that_is_ending() {
     let net = Net::cached(CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
-    let buffer = cache.own(vec![7_u8; PAGE as usize]).expect("a buffer");
+    let buffer = cache.own(vec![7_u8; page_size() as usize]).expect("a buffer");
     let range = buffer.range();
     let (sender, leased) = mpsc::channel();
     thread::scope(|scope| {
@@ -910,10 +948,10 @@ fn close_of_a_cached_buffer_waits_for_a_lease_that_is_ending() {
 fn memory_of_a_dropped_cached_buffer_outlives_its_regions() {
     let net = Net::cached(CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
-    let ([first, second], ends) = halves(vec![5_u8; 2 * PAGE as usize]);
+    let ([first, second], ends) = halves(vec![5_u8; 2 * page_size() as usize]);
     drop(second);
     let buffer = cache.own(first).expect("a buffer");
-    let region = buffer.get(0, PAGE, READ).expect("registered");
+    let region = buffer.get(0, page_size(), READ).expect("registered");
     let sub = region.sub(region.range(), READ, None).expect("all of it");
     drop(region);
     drop(buffer);
@@ -930,11 +968,11 @@ fn memory_of_a_dropped_cached_buffer_outlives_its_regions() {
 fn a_region_merged_of_two_buffers_keeps_both_allocated() {
     let net = Net::cached(CacheAttr::default().merge(true));
     let cache = net.target.cache().expect("a cache");
-    let ([first, second], ends) = halves(vec![5_u8; 4 * PAGE as usize]);
+    let ([first, second], ends) = halves(vec![5_u8; 4 * page_size() as usize]);
     let (first, second) = (cache.own(first).expect("one"), cache.own(second).expect("another"));
-    drop(first.get(0, 2 * PAGE, READ).expect("registered"));
-    let merged = second.get(0, 2 * PAGE, READ).expect("registered");
-    assert_eq!(merged.range().len(), 4 * PAGE, "the regions were not merged");
+    drop(first.get(0, 2 * page_size(), READ).expect("registered"));
+    let merged = second.get(0, 2 * page_size(), READ).expect("registered");
+    assert_eq!(merged.range().len(), 4 * page_size(), "the regions were not merged");
     drop(first);
     cache.reclaim();
     assert_eq!(ends.load(Ordering::SeqCst), 0, "half of a region was freed");
@@ -953,7 +991,7 @@ fn a_cached_buffer_never_grows_beyond_itself() {
     let ([first, second], _) = halves(net.filled(8));
     let range = first.range;
     let buffer = cache.own(first).expect("a buffer");
-    let region = buffer.get(PAGE, 10, READ).expect("registered");
+    let region = buffer.get(page_size(), 10, READ).expect("registered");
     assert_eq!(region.range(), range, "the buffer is half of its allocation");
     drop((region, second));
 }
@@ -963,11 +1001,11 @@ fn a_cached_buffer_never_grows_beyond_itself() {
 fn regions_cached_before_the_cache_owned_a_buffer_are_not_hit() {
     let net = Net::cached(CacheAttr::default());
     let cache = net.target.cache().expect("a cache");
-    let bytes = vec![1_u8; PAGE as usize];
+    let bytes = vec![1_u8; page_size() as usize];
     // SAFETY: nothing refers into the memory while it is registered.
     drop(cache.get(unsafe { raw(AddressRange::of(&bytes)) }, READ).expect("registered"));
     let buffer = cache.own(bytes).expect("a buffer");
-    drop(buffer.get(0, PAGE, READ).expect("registered"));
+    drop(buffer.get(0, page_size(), READ).expect("registered"));
     assert_eq!(cache.statistics().registrations, 2);
 }
 
@@ -976,8 +1014,8 @@ fn regions_cached_before_the_cache_owned_a_buffer_are_not_hit() {
 fn uncached_regions_keep_their_buffer() {
     let net = Net::cached(CacheAttr::default().max_count(0));
     let cache = net.target.cache().expect("a cache");
-    let buffer = cache.own(vec![3_u8; PAGE as usize]).expect("a buffer");
-    let region = buffer.get(0, PAGE, READ).expect("registered");
+    let buffer = cache.own(vec![3_u8; page_size() as usize]).expect("a buffer");
+    let region = buffer.get(0, page_size(), READ).expect("registered");
     assert!(region.lease().uncached_reason().is_some());
     let sub = region.sub(region.range(), READ, None).expect("all of it");
     drop(region);
@@ -997,9 +1035,9 @@ fn concurrent_misses_in_one_allocation_register_it_once() {
             let buffer = &buffer;
             scope.spawn(move || {
                 for page in 0..8 {
-                    let offset = (page + thread) % 8 * PAGE;
-                    let region = buffer.get(offset, PAGE, READ).expect("registered");
-                    assert_eq!(region.view().range().len(), PAGE);
+                    let offset = (page + thread) % 8 * page_size();
+                    let region = buffer.get(offset, page_size(), READ).expect("registered");
+                    assert_eq!(region.view().range().len(), page_size());
                 }
             });
         }

@@ -314,8 +314,9 @@ fn variable_may_name_an_iface_that_was_compiled_out() {
 
 /// Maps an exported fd, as a NIC does. Returns `len` bytes from `offset` of it.
 fn mapped(fd: &impl std::os::fd::AsFd, offset: u64, len: usize) -> Vec<u8> {
-    let (page, inside) = (offset & !4095, (offset & 4095) as usize);
-    let mapping = Mapping::shared(fd, page, inside + len, ProtFlags::READ).expect("mmap");
+    let inside = (offset % rustix::param::page_size() as u64) as usize;
+    let start = offset - inside as u64;
+    let mapping = Mapping::shared(fd, start, inside + len, ProtFlags::READ).expect("mmap");
     // SAFETY: the bytes lie in the mapping, and nothing writes them while the slice lives.
     unsafe { std::slice::from_raw_parts(mapping.as_ptr().add(inside), len) }.to_vec()
 }

@@ -307,25 +307,26 @@ fn the_requested_key_is_ignored(config: &TestConfig) {
 
 fn peers_reach_only_refreshed_pages(config: &TestConfig) {
     let net = Net::open(config);
-    let memory = Bytes::Host(HostPages::new(4 * 4096));
+    let len = rustix::param::page_size();
+    let memory = Bytes::Host(HostPages::new(4 * len));
     let region = net.expose(memory.range(), REMOTE);
     let key = net.key(&region);
-    let page = |at: u64| memory.part(at * 4096, 4096);
-    memory.put(0, &pattern(8, 4 * 4096));
+    let page = |at: u64| memory.part(at * len as u64, len as u64);
+    memory.put(0, &pattern(8, 4 * len));
     let reached = || {
         [0, 1, 2, 3]
-            .map(|at| net.pull(&key, at * 4096, 64).map(|_| ()).map_err(|error| error.kind()))
+            .map(|at| net.pull(&key, at * len as u64, 64).map(|_| ()).map_err(|error| error.kind()))
     };
     let missing = Err(ErrorKind::BadAddress);
     assert_eq!(reached(), [missing; 4], "the pages were written after the registration");
     region.refresh(&[page(1), page(3)]).expect("refresh two pages");
     assert_eq!(reached(), [missing, Ok(()), missing, Ok(())]);
     assert_eq!(
-        net.pull(&key, 4096 - 1, 2).unwrap_err().kind(),
+        net.pull(&key, len as u64 - 1, 2).unwrap_err().kind(),
         ErrorKind::BadAddress,
         "a read of a refreshed page and of one before it"
     );
-    let outside = AddressRange::new(page(3).start(), 4097).expect("range");
+    let outside = AddressRange::new(page(3).start(), len as u64 + 1).expect("range");
     assert_eq!(region.refresh(&[outside]).unwrap_err().kind(), ErrorKind::OutOfBounds);
     assert_eq!(
         reached(),
@@ -333,7 +334,7 @@ fn peers_reach_only_refreshed_pages(config: &TestConfig) {
         "a refused refresh changed something"
     );
     region.refresh(&[]).expect("refresh the whole region");
-    assert_eq!(net.pull(&key, 0, 4 * 4096).expect("read"), pattern(8, 4 * 4096));
+    assert_eq!(net.pull(&key, 0, 4 * len).expect("read"), pattern(8, 4 * len));
     memory.pages().remove_pages();
     assert_eq!(
         region.refresh(&[]).unwrap_err().kind(),

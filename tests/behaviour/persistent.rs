@@ -36,7 +36,10 @@ const HOST: Need = need(
     TestConfig::is_system,
 );
 
-const PAGE: u64 = 4096;
+/// Returns the page size of the machine.
+fn page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
 
 /// Errno with which an `msync` of exactly the expected pages fails. Any other `msync` fails with
 /// [`UNEXPECTED`].
@@ -86,7 +89,7 @@ fn refuse(start: u64, len: u32, errno: i32) {
         // The kernel rounds the length up to pages.
         line(LOAD, argument(1), 0, 0),
         line(ABOVE, len, 4, 0),
-        line(ABOVE, len - PAGE as u32, 0, 3),
+        line(ABOVE, len - page_size() as u32, 0, 3),
         line(LOAD, argument(2), 0, 0),
         line(EQUAL, libc::MS_SYNC as u32, 0, 1),
         line(RETURN, fail(errno), 0, 0),
@@ -111,13 +114,13 @@ fn errno<T>(result: Result<T, Error>) -> Option<i32> {
 }
 
 fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConfig) {
-    let memory = Bytes::Host(HostPages::new(4 * PAGE as usize));
-    memory.put(0, &pattern(1, 4 * PAGE as usize));
+    let memory = Bytes::Host(HostPages::new(4 * page_size() as usize));
+    memory.put(0, &pattern(1, 4 * page_size() as usize));
     let start = memory.range().start().0;
     // The written range begins with the last byte of the second page and ends with the first byte
     // of the fourth page.
-    let (at, len) = (2 * PAGE - 1, PAGE as usize + 2);
-    refusing(start + PAGE..start + 4 * PAGE, EXPECTED, || {
+    let (at, len) = (2 * page_size() - 1, page_size() as usize + 2);
+    refusing(start + page_size()..start + 4 * page_size(), EXPECTED, || {
         let net = Net::open(config);
         let ranges = [memory.range()];
         let attr = mr_attr(&ranges, REMOTE);
@@ -132,12 +135,12 @@ fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConf
         // A failed write leaves the region usable.
         assert_eq!(errno(net.push(&key, at, &pattern(4, len))), Some(EXPECTED));
     });
-    refusing(start + PAGE..start + 2 * PAGE, EXPECTED, || {
+    refusing(start + page_size()..start + 2 * page_size(), EXPECTED, || {
         let net = Net::open(config);
         let ranges = [memory.range()];
         let attr = mr_attr(&ranges, REMOTE);
         let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
-        assert_eq!(errno(net.fetch_add(&net.key(&persistent), PAGE + 8, 1)), Some(EXPECTED));
+        assert_eq!(errno(net.fetch_add(&net.key(&persistent), page_size() + 8, 1)), Some(EXPECTED));
     });
     // If the kernel writes the memory back, the remote write succeeds.
     let net = Net::open(config);
@@ -176,9 +179,9 @@ fn assert_written_back(net: &Net, keys: &[(&str, RemoteKey)]) {
 /// MR-12
 #[test]
 fn windows_and_sub_regions_write_persistent_memory_back() {
-    let memory = Bytes::Host(HostPages::new(PAGE as usize));
+    let memory = Bytes::Host(HostPages::new(page_size() as usize));
     let start = memory.range().start().0;
-    refusing(start..start + PAGE, EXPECTED, || {
+    refusing(start..start + page_size(), EXPECTED, || {
         let net = Net::open(&TestConfig::PLAIN);
         let ranges = [memory.range()];
         let attr = mr_attr(&ranges, REMOTE | LOCAL | Access::MW_BIND);
@@ -204,20 +207,20 @@ fn windows_and_sub_regions_write_persistent_memory_back() {
 #[test]
 fn write_over_two_persistent_ranges_writes_back_both() {
     const WRITTEN_BACK: i32 = 0;
-    let memory = Bytes::Host(HostPages::new(3 * PAGE as usize));
+    let memory = Bytes::Host(HostPages::new(3 * page_size() as usize));
     // The ranges are in descending order of addresses, with a page between them.
-    let ranges = [memory.part(2 * PAGE, PAGE), memory.part(0, PAGE)];
-    let seam = PAGE - 8;
-    for (only, its_own, others) in [(0, 0, PAGE), (1, PAGE, 0)] {
+    let ranges = [memory.part(2 * page_size(), page_size()), memory.part(0, page_size())];
+    let seam = page_size() - 8;
+    for (only, its_own, others) in [(0, 0, page_size()), (1, page_size(), 0)] {
         let start = ranges[only].start().0;
-        refusing(start..start + PAGE, WRITTEN_BACK, || {
+        refusing(start..start + page_size(), WRITTEN_BACK, || {
             let net = Net::open(&TestConfig::PLAIN);
             let attr = mr_attr(&ranges, REMOTE);
             let region = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
             let key = net.key(&region);
             let bytes = pattern(only as u64 + 1, 16);
             assert_eq!(errno(net.push(&key, seam, &bytes)), Some(UNEXPECTED), "range {only}");
-            assert_eq!(memory.get(3 * PAGE - 8, 8), bytes[..8]);
+            assert_eq!(memory.get(3 * page_size() - 8, 8), bytes[..8]);
             assert_eq!(memory.get(0, 8), bytes[8..]);
             net.push(&key, its_own, &[1; 8]).expect("its pages are written back");
             assert_eq!(errno(net.push(&key, others, &[1; 8])), Some(UNEXPECTED), "range {only}");
@@ -229,10 +232,12 @@ fn write_over_two_persistent_ranges_writes_back_both() {
 #[test]
 fn one_request_writes_back_only_its_persistent_regions() {
     use hmem::transfer::Operation;
-    let (kept, passing) =
-        (Bytes::Host(HostPages::new(PAGE as usize)), Bytes::Host(HostPages::new(PAGE as usize)));
+    let (kept, passing) = (
+        Bytes::Host(HostPages::new(page_size() as usize)),
+        Bytes::Host(HostPages::new(page_size() as usize)),
+    );
     let start = kept.range().start().0;
-    refusing(start..start + PAGE, EXPECTED, || {
+    refusing(start..start + page_size(), EXPECTED, || {
         let net = Net::open(&TestConfig::PLAIN);
         let ranges = [kept.range()];
         let attr = mr_attr(&ranges, REMOTE);
@@ -251,14 +256,14 @@ fn one_request_writes_back_only_its_persistent_regions() {
 fn persistent_files_given_by_their_fd_are_written_back() {
     for (seals, expected) in [(SealFlags::empty(), FILE), (SealFlags::SHRINK, UNEXPECTED)] {
         let fd = rustix::fs::memfd_create("persistent", MemfdFlags::ALLOW_SEALING).expect("memfd");
-        rustix::fs::ftruncate(&fd, PAGE).expect("ftruncate");
+        rustix::fs::ftruncate(&fd, page_size()).expect("ftruncate");
         rustix::fs::fcntl_add_seals(&fd, seals).expect("seals");
         // The test does not know the address of the NIC's own mapping, so every `msync` is
         // unexpected.
-        refusing(PAGE..2 * PAGE, EXPECTED, || {
+        refusing(page_size()..2 * page_size(), EXPECTED, || {
             let net = Net::open(&TestConfig::PLAIN);
             let (fd, offset) = (fd.as_fd(), DmaBufOffset(0));
-            let buffer = BorrowedDmaBuf { fd, offset, len: PAGE, base_addr: None };
+            let buffer = BorrowedDmaBuf { fd, offset, len: page_size(), base_addr: None };
             let attr = MrAttr::new(raw(buffer), REMOTE);
             let expose =
                 |flags| net.try_expose(&attr, flags | MrFlags::MR_DMABUF).expect("register");
@@ -274,9 +279,9 @@ fn persistent_files_given_by_their_fd_are_written_back() {
 /// The kernel refuses `msync` on device DAX with EINVAL, since there is no file to write to.
 #[test]
 fn owned_device_dax_is_written_back_by_cache_lines() {
-    let memory = Bytes::Host(HostPages::new(PAGE as usize));
+    let memory = Bytes::Host(HostPages::new(page_size() as usize));
     let start = memory.range().start().0;
-    refusing(start..start + PAGE, libc::EINVAL, || {
+    refusing(start..start + page_size(), libc::EINVAL, || {
         let net = Net::open(&TestConfig::PLAIN);
         let ranges = [memory.range()];
         let attr = mr_attr(&ranges, REMOTE);
@@ -302,9 +307,9 @@ fn owned_device_dax_is_written_back_by_cache_lines() {
 
 /// Returns a buffer that a region can own, and the address range of a whole page inside it.
 fn owned() -> (Vec<u8>, Range<u64>) {
-    let buffer = vec![0; 3 * PAGE as usize];
-    let page = (buffer.as_ptr().addr() as u64).next_multiple_of(PAGE);
-    (buffer, page..page + PAGE)
+    let buffer = vec![0; 3 * page_size() as usize];
+    let page = (buffer.as_ptr().addr() as u64).next_multiple_of(page_size());
+    (buffer, page..page + page_size())
 }
 
 /// Registers a buffer as persistent memory. Returns the region, its key and the offset of the

@@ -33,8 +33,9 @@ use hmem::{
     },
     transfer::{AtomicOp, AtomicType, LocalSegment, Operation, PeerId, WorkRequest},
 };
-use net::{FAR, Net, nic, with_imported_monitor};
-use pages::{PAGE, Pages};
+use net::{Net, nic, with_imported_monitor};
+use pages::Pages;
+use rustix::param::page_size;
 use silent::Silent;
 
 /// First bits of the contexts that a queue uses internally. An application's contexts may begin
@@ -45,7 +46,7 @@ const MARKED: u64 = 0xCAC4 << 48;
 /// number of rounds in which the NIC accessed an earlier page.
 fn stale_transfers(hmem: &Hmem, rounds: u32) -> u32 {
     let net = Net::open(hmem, MrMode::LOCAL);
-    let mut pages = Pages::new(PAGE);
+    let mut pages = Pages::new(page_size());
     let into = net.far.slice(0, 16).expect("inside");
     let mut stale = 0;
     for round in 0..rounds {
@@ -98,7 +99,7 @@ fn unreported_changes_give_stale_transfers() {
 fn wait_ends_leases_and_returns_the_applications_context() {
     let (hmem, _import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
-    let pages = Pages::new(PAGE);
+    let pages = Pages::new(page_size());
     net.write(&[pages.bare(0, 16)], 21).expect("posted");
     let mut done = Vec::new();
     assert_eq!(net.cq.wait(&mut done, 1, std::time::Duration::MAX).expect("wait"), 1);
@@ -110,9 +111,9 @@ fn wait_ends_leases_and_returns_the_applications_context() {
 fn transfers_of_the_same_memory_register_it_once() {
     let (hmem, _import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
-    let pages = Pages::new(4 * PAGE);
+    let pages = Pages::new(4 * page_size());
     pages.fill(7);
-    net.read(&[pages.bare(0, 4 * PAGE)], 0).expect("posted");
+    net.read(&[pages.bare(0, 4 * page_size())], 0).expect("posted");
     net.done(0);
     for round in 1..100 {
         net.write(&[pages.bare(round, 100)], round as u64).expect("posted");
@@ -128,7 +129,7 @@ fn transfers_of_the_same_memory_register_it_once() {
 fn changed_memory_stays_registered_until_its_completion() {
     let (hmem, import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
-    let pages = Pages::new(PAGE);
+    let pages = Pages::new(page_size());
     pages.fill(9);
     net.write(&[pages.bare(0, 64)], 5).expect("posted");
     let cache = net.domain.cache().expect("a cache");
@@ -153,12 +154,13 @@ fn changed_memory_stays_registered_until_its_completion() {
 fn closing_an_endpoint_ends_leases_and_keeps_contexts() {
     let (hmem, _import) = with_imported_monitor(nic());
     let mut net = Net::open(&hmem, MrMode::LOCAL);
-    let pages = Pages::new(8 * PAGE);
+    let pages = Pages::new(8 * page_size());
     pages.fill(1);
     for page in 0..4 {
         let receive = Operation::Receive { tag: None, from: None };
-        net.post(receive, &[pages.bare(page * PAGE, 64)], 100 + page as u64).expect("posted");
-        net.write(&[pages.bare((4 + page) * PAGE, 64)], 200 + page as u64).expect("posted");
+        net.post(receive, &[pages.bare(page * page_size(), 64)], 100 + page as u64)
+            .expect("posted");
+        net.write(&[pages.bare((4 + page) * page_size(), 64)], 200 + page as u64).expect("posted");
     }
     assert_eq!(net.statistics().leases, 8);
     net.endpoint.take().expect("open").close().expect("closed");
@@ -186,7 +188,7 @@ fn any_drop_order_of_endpoint_queue_and_domain_leaves_nothing() {
         let domain = hmem.domain("loopback", attr).expect("a domain");
         let cq = domain.open_cq(4).expect("a queue");
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
-        let pages = Pages::new(PAGE);
+        let pages = Pages::new(page_size());
         let receive = Operation::Receive { tag: None, from: None };
         let request = WorkRequest {
             operation: receive,
@@ -216,11 +218,12 @@ fn a_refused_request_holds_no_lease() {
     let (hmem, _import) = with_imported_monitor(nic().faults(&faults));
     let net =
         Net::with(&hmem, DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() }, 2, 64);
-    let pages = Pages::new(4 * PAGE);
+    let pages = Pages::new(4 * page_size());
     // The NIC refuses the first registration of a list, or the second.
     for nth in [1, 2] {
         faults.fail_nth(NicCall::Register, nth, Errno(5));
-        let error = net.write(&[pages.bare(0, 64), pages.bare(2 * PAGE, 64)], 1).unwrap_err();
+        let error =
+            net.write(&[pages.bare(0, 64), pages.bare(2 * page_size(), 64)], 1).unwrap_err();
         assert!(error.to_string().contains("EIO (5)"), "{error}");
         faults.clear();
         assert_eq!(net.statistics().leases, 0);
@@ -237,12 +240,12 @@ fn a_refused_request_holds_no_lease() {
     assert_eq!(net.statistics().leases, 2);
     (0..2).for_each(|context| assert_eq!(net.done(context), 64));
     // Transfers that fail after they were posted.
-    let outside = net.remote(FAR as u64, 64);
+    let outside = net.remote(net.far.range().len(), 64);
     net.post(Operation::Write { remote: &outside }, &[pages.bare(0, 64)], 3).expect("posted");
     let failed = net.wait(&net.cq);
     assert_eq!((failed.context, failed.result.unwrap_err().kind()), (3, ErrorKind::OutOfBounds));
     // Memory without access rights. At unmapped addresses, another test could map memory meanwhile.
-    let forbidden = Pages::new(PAGE);
+    let forbidden = Pages::new(page_size());
     forbidden.forbid();
     assert_eq!(net.write(&[forbidden.bare(0, 64)], 4).unwrap_err().kind(), ErrorKind::BadAddress);
     net.assert_nothing_left();
@@ -254,9 +257,9 @@ fn a_transfer_whose_memory_is_cached_allocates_nothing() {
     // it.
     let (hmem, _import) = with_imported_monitor(Loopback::builder().needs(MrMode::LOCAL));
     let net = Net::open(&hmem, MrMode::LOCAL);
-    let pages = Pages::new(8 * PAGE);
+    let pages = Pages::new(8 * page_size());
     pages.fill(1);
-    let local: Vec<_> = (0..8).map(|page| pages.bare(page * PAGE, 8)).collect();
+    let local: Vec<_> = (0..8).map(|page| pages.bare(page * page_size(), 8)).collect();
     let mut done = Vec::with_capacity(4);
     let mut turn = || {
         let (before, _) = counting::calls();
@@ -278,7 +281,7 @@ fn a_transfer_whose_memory_is_cached_allocates_nothing() {
 fn completions_carry_the_applications_contexts_unchanged() {
     let (hmem, _import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
-    let pages = Pages::new(PAGE);
+    let pages = Pages::new(page_size());
     let own = net.domain.register(vec![3_u8; 64], Access::WRITE).expect("registered");
     let named = own.slice(0, 64).expect("inside");
     for context in
@@ -299,10 +302,10 @@ fn completions_carry_the_applications_contexts_unchanged() {
 fn lists_atomics_and_empty_segments_need_no_descriptor() {
     let (hmem, _import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
-    let pages = Pages::new(20 * PAGE);
+    let pages = Pages::new(20 * page_size());
     for count in [1_usize, 3, 8, 9, 12] {
         pages.fill(count as u8);
-        let mut local: Vec<_> = (0..count).map(|page| pages.bare(page * PAGE, 10)).collect();
+        let mut local: Vec<_> = (0..count).map(|page| pages.bare(page * page_size(), 10)).collect();
         local.insert(count / 2, LocalSegment { address: Address(0x1000), len: 0, desc: None });
         net.write(&local, count as u64).expect("posted");
         assert_eq!(net.done(count as u64), 10 * count as u64);
@@ -313,7 +316,7 @@ fn lists_atomics_and_empty_segments_need_no_descriptor() {
     // SAFETY: the pages are mapped, and no reference into them exists.
     unsafe { ptr::with_exposed_provenance_mut::<u64>(pages.at).write(5) };
     let remote = net.remote(0, 8)[0];
-    let result = pages.bare(2 * PAGE, 8);
+    let result = pages.bare(2 * page_size(), 8);
     let sum = Operation::Atomic {
         op: AtomicOp::Sum,
         datatype: AtomicType::U64,
@@ -323,10 +326,10 @@ fn lists_atomics_and_empty_segments_need_no_descriptor() {
     };
     net.post(sum, &[pages.bare(0, 8)], 50).expect("posted");
     net.done(50);
-    assert_eq!((net.far_bytes(8), pages.byte(2 * PAGE)), (12_u64.to_ne_bytes().to_vec(), 7));
-    let compare = pages.bare(4 * PAGE, 8);
+    assert_eq!((net.far_bytes(8), pages.byte(2 * page_size())), (12_u64.to_ne_bytes().to_vec(), 7));
+    let compare = pages.bare(4 * page_size(), 8);
     // SAFETY: the pages are mapped, and nothing refers into them.
-    unsafe { ptr::with_exposed_provenance_mut::<u64>(pages.at + 4 * PAGE).write(12) };
+    unsafe { ptr::with_exposed_provenance_mut::<u64>(pages.at + 4 * page_size()).write(12) };
     let swap = Operation::Atomic {
         op: AtomicOp::Cswap,
         datatype: AtomicType::U64,
@@ -336,7 +339,7 @@ fn lists_atomics_and_empty_segments_need_no_descriptor() {
     };
     net.post(swap, &[pages.bare(0, 8)], 51).expect("posted");
     net.done(51);
-    assert_eq!((net.far_bytes(8), pages.byte(2 * PAGE)), (5_u64.to_ne_bytes().to_vec(), 12));
+    assert_eq!((net.far_bytes(8), pages.byte(2 * page_size())), (5_u64.to_ne_bytes().to_vec(), 12));
     net.assert_nothing_left();
 }
 
@@ -345,7 +348,7 @@ fn lists_atomics_and_empty_segments_need_no_descriptor() {
 fn missing_descriptor_without_a_usable_cache_is_refused() {
     let (hmem, _import) = with_imported_monitor(nic());
     let net = Net::open(&hmem, MrMode::LOCAL);
-    let pages = Pages::new(PAGE);
+    let pages = Pages::new(page_size());
     let request = |endpoint: &Endpoint, peer| {
         let remote = net.remote(0, 64);
         let operation = Operation::Write { remote: &remote };
@@ -394,7 +397,7 @@ fn device_memory_in_hmem_mode_is_never_a_stale_hit() {
     let now = net.statistics();
     assert_eq!((now.registrations, now.hits), (50, 50));
     // Host memory needs no descriptor in this mode, and is not registered.
-    let pages = Pages::new(PAGE);
+    let pages = Pages::new(page_size());
     pages.fill(77);
     net.write(&[pages.bare(0, 64)], 9).expect("posted");
     assert_eq!((net.done(9), net.far_bytes(64)), (64, vec![77; 64]));
@@ -415,9 +418,9 @@ fn concurrent_posts_and_reads_leave_no_lease() {
             let (net, import, panicked) = (&net, &import, &panicked);
             scope.spawn(move || {
                 let _tell = PanicFlag(panicked);
-                let pages = Pages::new(8 * PAGE);
+                let pages = Pages::new(8 * page_size());
                 for number in 0..EACH {
-                    let local = [pages.bare(number as usize % 8 * PAGE, 32)];
+                    let local = [pages.bare(number as usize % 8 * page_size(), 32)];
                     while net.write(&local, thread << 32 | number).is_err_and(|why| {
                         assert_eq!(why.kind(), ErrorKind::Again, "{why}");
                         true

@@ -11,7 +11,9 @@ use hmem::{
     transfer::{Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 
-use crate::{pages::PAGE, silent::Silent};
+use rustix::param::page_size;
+
+use crate::silent::Silent;
 
 /// A domain with a cache on a NIC that needs descriptors, and a peer (`far`) with a region to write
 /// to.
@@ -26,8 +28,6 @@ pub(crate) struct Net {
     pub(crate) far_cq: Arc<dyn CompletionQueue>,
     pub(crate) far_domain: Domain,
 }
-
-pub(crate) const FAR: usize = 64 * PAGE;
 
 impl Net {
     pub(crate) fn open(hmem: &Hmem, mode: MrMode) -> Self {
@@ -46,7 +46,7 @@ impl Net {
         };
         let ((endpoint, cq), (far_endpoint, far_cq)) = (open(&domain), open(&far_domain));
         let all = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::SEND | Access::RECV;
-        let far = far_domain.register(vec![0_u8; FAR], all).expect("registered");
+        let far = far_domain.register(vec![0_u8; 64 * page_size()], all).expect("registered");
         let peer = endpoint.resolve(&far_endpoint.name()).expect("the peer");
         far_endpoint.resolve(&endpoint.name()).expect("this side");
         let key = far.key().expect("a key");

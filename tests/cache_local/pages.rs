@@ -4,8 +4,6 @@ use std::ptr;
 
 use hmem::{Address, AddressRange, transfer::LocalSegment};
 
-pub(crate) const PAGE: usize = 4096;
-
 /// Pages of a test, which can be unmapped and mapped again at the same address.
 pub(crate) struct Pages {
     pub(crate) at: usize,
