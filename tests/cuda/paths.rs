@@ -354,7 +354,8 @@ fn range_with_an_unexportable_segment_names_it() {
 fn partly_page_locked_host_memory_is_registered_as_host_pages() {
     let link = Link::open(Profile::default());
     let memory = vec![5u8; 1 << 20];
-    let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096);
+    let page = rustix::param::page_size() as u64;
+    let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(page);
     let locked = AddressRange::new(Address(start), 64 << 10).expect("a range");
     // SAFETY: `memory` outlives the registration.
     unsafe { link.cuda.host_register(locked) }.expect("page-lock");

@@ -12,8 +12,14 @@ use crate::verbs::{
     Domain, LOCAL_WRITE, Loopback, Operation, REMOTE_ATOMIC, REMOTE_READ, REMOTE_WRITE, Verbs,
 };
 
-const PAGE: usize = 4096;
 const ALL: i32 = LOCAL_WRITE | REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC;
+
+/// Returns the page size of the machine.
+fn page_size() -> usize {
+    // SAFETY: the call reads a constant of the process.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(size).expect("a page size")
+}
 
 fn checked(result: i32, what: &str) -> i32 {
     assert!(result >= 0, "{what}: {}", io::Error::last_os_error());
@@ -180,15 +186,20 @@ fn bytes_move(mut buffer: Buffer, offset: usize, length: usize, iova: u64) {
 
 #[test]
 fn bytes_move_through_a_whole_udmabuf() {
-    bytes_move(Buffer::udmabuf(0, 16 * PAGE, 0, 16 * PAGE), 0, 16 * PAGE, 0x10_0000);
+    bytes_move(
+        Buffer::udmabuf(0, 16 * page_size(), 0, 16 * page_size()),
+        0,
+        16 * page_size(),
+        0x10_0000,
+    );
 }
 
 #[test]
 fn bytes_move_through_an_unaligned_part_of_a_udmabuf() {
     bytes_move(
-        Buffer::udmabuf(0, 64 * PAGE, 3 * PAGE, 16 * PAGE),
-        2 * PAGE + 333,
-        5 * PAGE + 1,
+        Buffer::udmabuf(0, 64 * page_size(), 3 * page_size(), 16 * page_size()),
+        2 * page_size() + 333,
+        5 * page_size() + 1,
         0x7000_0000_014d,
     );
 }
@@ -197,45 +208,46 @@ fn bytes_move_through_an_unaligned_part_of_a_udmabuf() {
 fn bytes_move_through_a_udmabuf_inside_huge_pages() {
     let (huge, flags) = (2 << 20, libc::MFD_HUGETLB);
     bytes_move(
-        Buffer::udmabuf(flags, 2 * huge, 5 * PAGE, huge),
-        7 * PAGE + 16,
-        huge - 9 * PAGE,
+        Buffer::udmabuf(flags, 2 * huge, 5 * page_size(), huge),
+        7 * page_size() + 16,
+        huge - 9 * page_size(),
         0x4000_0010,
     );
 }
 
 #[test]
 fn bytes_move_through_a_system_heap_buffer() {
-    bytes_move(Buffer::system_heap(300 * PAGE), PAGE + 8, 290 * PAGE, 0x8);
+    bytes_move(Buffer::system_heap(300 * page_size()), page_size() + 8, 290 * page_size(), 0x8);
 }
 
 #[test]
 fn the_local_buffer_may_be_a_dma_buf() {
     with_domain(|domain| {
-        let mut buffer = Buffer::udmabuf(0, 4 * PAGE, 0, 4 * PAGE);
-        buffer.copy_from_slice(&pattern(4 * PAGE));
+        let mut buffer = Buffer::udmabuf(0, 4 * page_size(), 0, 4 * page_size());
+        buffer.copy_from_slice(&pattern(4 * page_size()));
         let region = domain
-            .register_dma_buf(buffer.fd.as_raw_fd(), 100, 2 * PAGE, 100, LOCAL_WRITE)
+            .register_dma_buf(buffer.fd.as_raw_fd(), 100, 2 * page_size(), 100, LOCAL_WRITE)
             .unwrap();
-        let mut target = vec![0; 2 * PAGE];
+        let mut target = vec![0; 2 * page_size()];
         let target_region = domain.register(&mut target, ALL).unwrap();
         let remote = (target.as_ptr().expose_provenance() as u64, target_region.key());
         let loopback = Loopback::new(domain);
         assert_eq!(
-            loopback.run(Operation::Write, (100, 2 * PAGE as u32, region.key()), remote, 0),
+            loopback.run(Operation::Write, (100, 2 * page_size() as u32, region.key()), remote, 0),
             0
         );
-        assert!(target == buffer[100..100 + 2 * PAGE]);
+        assert!(target == buffer[100..100 + 2 * page_size()]);
     });
 }
 
 #[test]
 fn bounds_and_rights_of_a_region_hold() {
     with_domain(|domain| {
-        let buffer = Buffer::udmabuf(0, 4 * PAGE, 0, 4 * PAGE);
+        let buffer = Buffer::udmabuf(0, 4 * page_size(), 0, 4 * page_size());
         let fd = buffer.fd.as_raw_fd();
-        let region = domain.register_dma_buf(fd, 0, PAGE, 0, LOCAL_WRITE | REMOTE_READ).unwrap();
-        let mut source = vec![0; 2 * PAGE];
+        let region =
+            domain.register_dma_buf(fd, 0, page_size(), 0, LOCAL_WRITE | REMOTE_READ).unwrap();
+        let mut source = vec![0; 2 * page_size()];
         let source_region = domain.register(&mut source, LOCAL_WRITE).unwrap();
         let here = source.as_ptr().expose_provenance() as u64;
         let refused = 10;
@@ -247,9 +259,9 @@ fn bounds_and_rights_of_a_region_hold() {
                 0,
             )
         };
-        assert_eq!(outcome(Operation::Read, PAGE as u32, 0), 0);
-        assert_eq!(outcome(Operation::Read, PAGE as u32 + 1, 0), refused);
-        assert_eq!(outcome(Operation::Read, 1, PAGE as u64), refused);
+        assert_eq!(outcome(Operation::Read, page_size() as u32, 0), 0);
+        assert_eq!(outcome(Operation::Read, page_size() as u32 + 1, 0), refused);
+        assert_eq!(outcome(Operation::Read, 1, page_size() as u64), refused);
         assert_eq!(outcome(Operation::Write, 1, 0), refused);
     });
 }
@@ -257,7 +269,7 @@ fn bounds_and_rights_of_a_region_hold() {
 #[test]
 fn invalid_dma_buf_regions_are_refused() {
     with_domain(|domain| {
-        let buffer = Buffer::udmabuf(0, 4 * PAGE, 0, 4 * PAGE);
+        let buffer = Buffer::udmabuf(0, 4 * page_size(), 0, 4 * page_size());
         let fd = buffer.fd.as_raw_fd();
         let file = fs::File::open("/proc/self/exe").unwrap();
         let refusal = |fd, offset, length, iova, access| {
@@ -266,23 +278,39 @@ fn invalid_dma_buf_regions_are_refused() {
                 .err()
                 .map(|error| error.raw_os_error().unwrap())
         };
-        assert_eq!(refusal(-1, 0, PAGE, 0, ALL), Some(libc::EBADF));
-        assert_eq!(refusal(file.as_raw_fd(), 0, PAGE, 0, ALL), Some(libc::EINVAL), "not a dma-buf");
-        assert_eq!(refusal(fd, 4 * PAGE as u64, PAGE, 0, ALL), Some(libc::EINVAL), "past the end");
-        assert_eq!(refusal(fd, 0, 5 * PAGE, 0, ALL), Some(libc::EINVAL), "longer than the buffer");
+        assert_eq!(refusal(-1, 0, page_size(), 0, ALL), Some(libc::EBADF));
         assert_eq!(
-            refusal(fd, 8, PAGE, 16, ALL),
+            refusal(file.as_raw_fd(), 0, page_size(), 0, ALL),
+            Some(libc::EINVAL),
+            "not a dma-buf"
+        );
+        assert_eq!(
+            refusal(fd, 4 * page_size() as u64, page_size(), 0, ALL),
+            Some(libc::EINVAL),
+            "past the end"
+        );
+        assert_eq!(
+            refusal(fd, 0, 5 * page_size(), 0, ALL),
+            Some(libc::EINVAL),
+            "longer than the buffer"
+        );
+        assert_eq!(
+            refusal(fd, 8, page_size(), 16, ALL),
             Some(libc::EINVAL),
             "address and offset differ inside their pages"
         );
         assert_eq!(
-            refusal(fd, 0, PAGE, 0, REMOTE_WRITE),
+            refusal(fd, 0, page_size(), 0, REMOTE_WRITE),
             Some(libc::EINVAL),
             "remote write without local write"
         );
-        assert_eq!(refusal(fd, 0, PAGE, 0, LOCAL_WRITE | 16), Some(libc::EINVAL), "MW_BIND");
-        assert_eq!(refusal(fd, 0, PAGE, 0, LOCAL_WRITE | 64), Some(libc::EINVAL), "ON_DEMAND");
-        assert_eq!(refusal(fd, 0, PAGE, 0, ALL), None);
+        assert_eq!(refusal(fd, 0, page_size(), 0, LOCAL_WRITE | 16), Some(libc::EINVAL), "MW_BIND");
+        assert_eq!(
+            refusal(fd, 0, page_size(), 0, LOCAL_WRITE | 64),
+            Some(libc::EINVAL),
+            "ON_DEMAND"
+        );
+        assert_eq!(refusal(fd, 0, page_size(), 0, ALL), None);
     });
 }
 
@@ -291,8 +319,8 @@ fn invalid_dma_buf_regions_are_refused() {
 #[test]
 fn a_read_only_fd_registers_for_writing() {
     with_domain(|domain| {
-        let fd = system_heap_fd(PAGE, libc::O_RDONLY);
-        domain.register_dma_buf(fd.as_raw_fd(), 0, PAGE, 0, ALL).unwrap();
+        let fd = system_heap_fd(page_size(), libc::O_RDONLY);
+        domain.register_dma_buf(fd.as_raw_fd(), 0, page_size(), 0, ALL).unwrap();
     });
 }
 
@@ -300,9 +328,11 @@ fn a_read_only_fd_registers_for_writing() {
 fn a_thousand_regions_leak_no_buffer() {
     with_domain(|domain| {
         for round in 0..1000 {
-            let buffer = Buffer::udmabuf(0, 4 * PAGE, 0, 4 * PAGE);
-            let offset = round % (2 * PAGE as u64);
-            domain.register_dma_buf(buffer.fd.as_raw_fd(), offset, PAGE, offset, ALL).unwrap();
+            let buffer = Buffer::udmabuf(0, 4 * page_size(), 0, 4 * page_size());
+            let offset = round % (2 * page_size() as u64);
+            domain
+                .register_dma_buf(buffer.fd.as_raw_fd(), offset, page_size(), offset, ALL)
+                .unwrap();
             // SAFETY: the mapping belongs to the buffer, which is not used again.
             unsafe { libc::munmap(buffer.mapping.cast(), buffer.length) };
         }
