@@ -208,9 +208,10 @@ pub(crate) fn write(driver: &Driver, report: &mut Report<'_>) {
         and(row, close(cuda))
     });
     report.row(&["page-locked by the application"], || {
-        let memory = vec![0u8; 3 << 12];
-        let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
-        let range = AddressRange::new(start, 8192).expect("no wrap");
+        let page = rustix::param::page_size() as u64;
+        let memory = vec![0u8; 3 * page as usize];
+        let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(page));
+        let range = AddressRange::new(start, 2 * page).expect("no wrap");
         let cuda = open(driver, CudaMonitorKind::Identity)?;
         // SAFETY: the memory stays mapped until its page-locking ends below.
         unsafe { driver.cuda.host_register(range) }?;

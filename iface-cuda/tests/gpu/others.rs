@@ -44,10 +44,11 @@ fn exports(driver: &Driver, range: AddressRange) -> Outcome<[String; 3]> {
 /// device memory.
 pub(crate) fn page_locked(driver: &Driver, report: &mut Report<'_>) {
     report.table("Exports of page-locked host memory of the application", &COLUMNS);
-    let memory = vec![0u8; 3 << 12];
-    let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
+    let page = rustix::param::page_size() as u64;
+    let memory = vec![0u8; 3 * page as usize];
+    let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(page));
     report.row(&["page-locked", "refused: unsupported"], || {
-        let range = AddressRange::new(start, 8192).expect("no wrap");
+        let range = AddressRange::new(start, 2 * page).expect("no wrap");
         // SAFETY: the memory stays mapped until its page-locking ends below.
         unsafe { driver.cuda.host_register(range) }?;
         let cells = attempt(|| exports(driver, range));

@@ -12,7 +12,7 @@ use hmem_iface_cuda::{
 };
 
 use crate::world::{
-    Expandable, HeldCopies, KINDS, World, check, each, nic, not_over_a_gpu, over, pattern,
+    Expandable, HeldCopies, KINDS, World, check, each, nic, not_over_a_gpu, over, pages, pattern,
 };
 
 fn current(world: &World) -> CuContext {
@@ -225,13 +225,6 @@ fn refused_release_is_repeated_by_the_next_call() {
     });
 }
 
-/// Returns host memory with two whole pages in it, and the range of the pages.
-fn pages() -> (Vec<u8>, AddressRange) {
-    let memory = vec![0u8; 3 << 12];
-    let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096));
-    (memory, AddressRange::new(start, 8192).expect("a range"))
-}
-
 /// Page-locks and unlocks a range.
 fn page_lock(world: &World) {
     let (_memory, range) = pages();
@@ -328,7 +321,7 @@ fn refused_page_locking_leaves_no_context() {
         let foreign = world.app.create_context();
         let start = std::ptr::with_exposed_provenance_mut(range.start().0 as usize);
         // SAFETY: the memory outlives the page-locking.
-        check(unsafe { (world.app.functions.mem_host_register())(start, 8192, 1) });
+        check(unsafe { (world.app.functions.mem_host_register())(start, range.len() as usize, 1) });
         world.app.pop();
         // SAFETY: the memory lives until the end of the test.
         unsafe { world.cuda.host_register(range) }.expect_err("page-locked by the application");

@@ -7,7 +7,7 @@ use hmem_core::{
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{CuDevicePtr, CuResult};
 
-use crate::world::{Expandable, KINDS, World, check, each, over};
+use crate::world::{Expandable, KINDS, World, check, each, over, page, pages};
 
 /// HM-01
 #[test]
@@ -77,7 +77,7 @@ fn memory_of_the_application_is_recognised() {
 fn page_locked_pages_of_the_application_are_host_registered() {
     each(|world| {
         let memory = vec![0u8; 1 << 20];
-        let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096);
+        let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(page());
         let range = AddressRange::new(Address(start), 64 << 10).expect("a range");
         assert_eq!(world.cuda.query(range.start()).expect("query"), None);
         // SAFETY: `memory` outlives the registration.
@@ -93,7 +93,7 @@ fn page_locked_pages_of_the_application_are_host_registered() {
         // SAFETY: `memory` outlives the registration; the call is refused.
         let twice = unsafe { world.cuda.host_register(range) }.expect_err("page-locked already");
         assert!(twice.is_busy(), "{twice}");
-        let part = range.slice(0, 4096).expect("a part");
+        let part = range.slice(0, page()).expect("a part");
         assert_eq!(
             world.cuda.host_unregister(part).expect_err("a part").kind(),
             hmem_core::ErrorKind::InvalidArgument
@@ -108,11 +108,11 @@ fn page_locked_pages_of_the_application_are_host_registered() {
 #[test]
 fn pages_locked_without_the_iface_are_host_registered() {
     each(|world| {
-        let memory = vec![0u8; 1 << 16];
-        let start =
-            Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096) as *mut std::ffi::c_void;
-        // SAFETY: `memory` outlives the registration.
-        world.app.current(|driver| check(unsafe { (driver.mem_host_register())(start, 8192, 1) }));
+        let (_memory, range) = pages();
+        let start = range.start().0 as *mut std::ffi::c_void;
+        let len = range.len() as usize;
+        // SAFETY: `_memory` outlives the registration.
+        world.app.current(|driver| check(unsafe { (driver.mem_host_register())(start, len, 1) }));
         let found = world.cuda.query(Address(start as u64 + 100)).expect("query").expect("known");
         assert_eq!(found.kind, AllocationKind::HostRegistered, "{}", world.name);
         // SAFETY: the test registered the memory above.
@@ -170,11 +170,11 @@ fn query_makes_one_driver_call_and_no_context() {
 
 /// Page-locks two pages without the iface, and passes the first address to `show`.
 fn with_page_locked(world: &mut World, show: impl FnOnce(&World, Address)) {
-    let memory = vec![0u8; 3 << 12];
-    let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(4096) as *mut std::ffi::c_void;
-    // SAFETY: `memory` outlives the registration.
-    world.app.current(|driver| check(unsafe { (driver.mem_host_register())(start, 8192, 1) }));
-    show(world, Address(start as u64));
+    let (_memory, range) = pages();
+    let (start, len) = (range.start().0 as *mut std::ffi::c_void, range.len() as usize);
+    // SAFETY: `_memory` outlives the registration.
+    world.app.current(|driver| check(unsafe { (driver.mem_host_register())(start, len, 1) }));
+    show(world, range.start());
     // SAFETY: the test registered the memory above.
     world.app.current(|driver| check(unsafe { (driver.mem_host_unregister())(start) }));
 }

@@ -10,14 +10,16 @@ use hmem_iface_cuda::sys::{self, CuResult};
 use rustix::mm::ProtFlags;
 
 use crate::world::{
-    Expandable, HeldCopies, World, check, each, nic, not_over_a_gpu, once, open_fds, over, pattern,
+    Expandable, HeldCopies, World, check, each, nic, not_over_a_gpu, once, open_fds, over, page,
+    pattern,
 };
 
 /// Returns the bytes of an exported dma-buf, read through a CPU mapping. Returns `None` if the
 /// dma-buf cannot be mapped.
 fn read_through_mapping(fd: &impl AsFd, offset: u64, len: usize) -> Option<Vec<u8>> {
-    let (page, inside) = (offset & !4095, (offset & 4095) as usize);
-    let mapping = Mapping::shared(fd, page, inside + len, ProtFlags::READ).ok()?;
+    let inside = (offset % page()) as usize;
+    let mapping =
+        Mapping::shared(fd, offset - inside as u64, inside + len, ProtFlags::READ).ok()?;
     // SAFETY: the bytes lie in the mapping, and nothing writes them while the slice lives.
     let bytes = unsafe { std::slice::from_raw_parts(mapping.as_ptr().add(inside), len) };
     Some(bytes.to_vec())
@@ -50,7 +52,12 @@ fn exports_reach_exactly_their_bytes_at_any_offset() {
                     .export_dma_buf(range, &nic(), DmaBufMapping::Default)
                     .expect("export");
                 assert_eq!((export.alloc_offset, export.len), (AllocOffset(offset), len));
-                assert_eq!(export.offset.0, range.start().0 % 4096, "page-rounded: {}", world.name);
+                assert_eq!(
+                    export.offset.0,
+                    range.start().0 % page(),
+                    "page-rounded: {}",
+                    world.name
+                );
                 let flags = rustix::io::fcntl_getfd(&export.fd).expect("an open fd");
                 assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
                 match read_through_mapping(&export.fd, export.offset.0, len as usize) {

@@ -16,7 +16,7 @@ use hmem_iface_cuda::{
 
 use crate::{
     child, ipc,
-    world::{HeldCopies, World, check, nic, open_fds, over, pattern},
+    world::{HeldCopies, World, check, nic, open_fds, over, pages, pattern},
 };
 
 /// An injected fault: the driver call returns this code and does nothing.
@@ -436,9 +436,7 @@ fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
             world.free(&memory);
         });
     };
-    let host = vec![0u8; 3 << 12];
-    let start = Address(Address::of_ptr(host.as_ptr()).0.next_multiple_of(4096));
-    let pages = AddressRange::new(start, 8192).expect("a range");
+    let (_host, pages) = pages();
     let table: Vec<_> =
         Functions::SYMBOLS.iter().chain(Functions::OPTIONAL_SYMBOLS).copied().collect();
     let mut faulted = BTreeSet::from(NEVER_CALLED);

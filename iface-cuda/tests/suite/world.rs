@@ -37,6 +37,18 @@ pub(crate) struct App {
 
 static REAL: Mutex<()> = Mutex::new(());
 
+/// Returns the size of the machine's pages in bytes.
+pub(crate) fn page() -> u64 {
+    rustix::param::page_size() as u64
+}
+
+/// Returns host memory with two whole pages in it, and the range of the pages.
+pub(crate) fn pages() -> (Vec<u8>, AddressRange) {
+    let memory = vec![0u8; 3 * page() as usize];
+    let start = Address(Address::of_ptr(memory.as_ptr()).0.next_multiple_of(page()));
+    (memory, AddressRange::new(start, 2 * page()).expect("a range"))
+}
+
 /// Runs a test over every profile of the fake, or over real hardware alone if that is selected.
 pub(crate) fn each(show: impl Fn(&mut World)) {
     if vendor_files::is_required("cuda", "real") {

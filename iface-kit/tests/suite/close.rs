@@ -4,7 +4,7 @@ use hmem_core::{DeviceId, Error, ErrorKind, Rejected};
 use hmem_fake_accelerators::{Fake, Live, Profile};
 use hmem_iface_kit::announced::{Announced, Driver};
 
-use crate::world::{PAGE, allocate, check_round_trip, free, gaudi, neuron, range};
+use crate::world::{allocate, check_round_trip, free, gaudi, neuron, page, range};
 
 /// Expects the iface to refuse to close, and returns the iface.
 fn busy<D: Driver>(closed: Result<(), Rejected<Announced<D>>>) -> Announced<D> {
@@ -17,10 +17,10 @@ fn busy<D: Driver>(closed: Result<(), Rejected<Announced<D>>>) -> Announced<D> {
 /// Checks that closing is refused while memory is allocated. Frees the memory, and returns the
 /// iface, which is still open.
 fn check_busy_close<D: Driver>(fake: &Fake, iface: Announced<D>) -> Announced<D> {
-    let own = allocate(&iface, PAGE);
-    check_round_trip(&iface, own.base(), PAGE as usize).expect("copy");
+    let own = allocate(&iface, page());
+    check_round_trip(&iface, own.base(), page() as usize).expect("copy");
     let iface = busy(iface.close());
-    check_round_trip(&iface, own.base(), PAGE as usize).expect("the iface still works");
+    check_round_trip(&iface, own.base(), page() as usize).expect("the iface still works");
     free(&iface, &own).expect("free");
     assert_eq!(fake.live().allocations, 0);
     iface
@@ -47,7 +47,7 @@ fn closing_is_refused_while_memory_is_announced() {
     let fake = Fake::start(Profile::running());
     let gaudi = gaudi(&fake).expect("a device");
     // SAFETY: nothing reads or writes the memory.
-    let announced = unsafe { gaudi.announce(range(1 << 40, PAGE), DeviceId(0), ()) };
+    let announced = unsafe { gaudi.announce(range(1 << 40, page()), DeviceId(0), ()) };
     let gaudi = busy(gaudi.close());
     gaudi.withdraw(&announced.expect("announce")).expect("withdraw");
     gaudi.close().map_err(Error::from).expect("close");
@@ -64,8 +64,8 @@ fn failed_close_hands_the_iface_back_and_can_be_repeated() {
         let rejected = iface.close().expect_err("the call fails");
         assert_eq!(rejected.error.operation(), symbol, "{}", rejected.error);
         let iface = rejected.value;
-        let own = allocate(&iface, PAGE);
-        check_round_trip(&iface, own.base(), PAGE as usize).expect("the iface still works");
+        let own = allocate(&iface, page());
+        check_round_trip(&iface, own.base(), page() as usize).expect("the iface still works");
         free(&iface, &own).expect("free");
         iface.close().map_err(Error::from).expect("close");
         assert_eq!(fake.live(), Live::default());

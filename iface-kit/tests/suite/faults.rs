@@ -5,7 +5,7 @@ use hmem_core::{Address, Iface, IfaceExt, Result, iface::DmaBufMapping};
 use hmem_fake_accelerators::{Fake, Live};
 use hmem_iface_kit::announced::{Announced, Driver};
 
-use crate::world::{Over, PAGE, World, allocate, check_round_trip, free, nic, over_both, request};
+use crate::world::{Over, World, allocate, check_round_trip, free, nic, over_both, page, request};
 
 /// Codes that the tests make a vendor's function return:
 ///
@@ -28,7 +28,7 @@ const SILENT: [&str; 5] = [
 /// Allocates memory, copies bytes, exports a dma-buf and frees the memory. Adds memory that could
 /// not be freed to `left`.
 fn round(iface: &dyn Iface, left: &mut Vec<hmem_core::Allocation>) -> Result<()> {
-    let own = iface.allocate(&request(2 * PAGE))?;
+    let own = iface.allocate(&request(2 * page()))?;
     let worked = check_round_trip(iface, Address(own.base().0 + 5), 100)
         .and_then(|()| iface.export_dma_buf(own.range, &nic(), DmaBufMapping::Default).map(drop));
     let freed = free(iface, &own);
@@ -88,7 +88,7 @@ fn failed_export_leaves_no_descriptor() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, _: &World<D>) {
-            let own = allocate(iface, PAGE);
+            let own = allocate(iface, page());
             let open = || std::fs::read_dir("/proc/self/fd").expect("procfs").count();
             let before = open();
             for symbol in ["nrt_get_dmabuf_fd_v2", "nrt_get_dmabuf_fd"] {

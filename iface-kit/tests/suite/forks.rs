@@ -15,7 +15,7 @@ use hmem_iface_kit::announced::{Announced, Driver};
 
 use crate::{
     kept::Flagged,
-    world::{PAGE, allocate, check_round_trip, free, gaudi, nic, range},
+    world::{allocate, check_round_trip, free, gaudi, nic, page, range},
 };
 
 /// Runs `child` in a forked child. Panics if the closure returns false or panics there.
@@ -66,15 +66,15 @@ impl Invalidator for NoCache {
 /// Returns true if the iface refuses all operations on the memory at `base`, a live allocation of
 /// the parent.
 fn refuses_all<D: Driver>(iface: &Announced<D>, base: Address, handle: D::Handle) -> bool {
-    let whole = range(base.0, PAGE);
+    let whole = range(base.0, page());
     let Ok(monitor) = iface.start_monitor() else { return false };
     // SAFETY: the iface refuses to announce or copy in a forked child.
-    let announced = unsafe { iface.announce(range(1 << 40, PAGE), DeviceId(0), handle) };
+    let announced = unsafe { iface.announce(range(1 << 40, page()), DeviceId(0), handle) };
     // SAFETY: the buffer has 8 bytes.
     let copied = unsafe { iface.read(base, &mut [0; 8]) };
     [
         in_bad_state(iface.query(base)),
-        in_bad_state(iface.allocate(&crate::world::request(PAGE))),
+        in_bad_state(iface.allocate(&crate::world::request(page()))),
         in_bad_state(iface.export_dma_buf(whole, &nic(), DmaBufMapping::Default)),
         in_bad_state(monitor.subscribe(whole, Arc::new(NoCache))),
         in_bad_state(announced),
@@ -94,7 +94,7 @@ fn forked_child_frees_no_lingering_memory_of_its_parent() {
     let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
     let live = || live.lock().expect("no panic").clone();
     let iface = Announced::new(driver).expect("open");
-    let (exported, plain) = (allocate(&iface, PAGE), allocate(&iface, PAGE));
+    let (exported, plain) = (allocate(&iface, page()), allocate(&iface, page()));
     used.store(true, Ordering::Relaxed);
     drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
     free(&iface, &exported).expect("free");
@@ -132,15 +132,15 @@ fn forked_child_frees_no_lingering_memory_of_its_parent() {
 fn forked_child_releases_no_handles_of_its_parents_driver() {
     let fake = Fake::start(Profile::running());
     let iface = gaudi(&fake).expect("a device");
-    let own = allocate(&iface, PAGE);
-    check_round_trip(&iface, own.base(), PAGE as usize).expect("copy");
+    let own = allocate(&iface, page());
+    check_round_trip(&iface, own.base(), page() as usize).expect("copy");
     let parents = fake.live();
     in_a_child(|| {
         let refused = refuses_all(&iface, own.base(), ());
         drop_in_the_child(&iface);
         refused && fake.live() == parents
     });
-    check_round_trip(&iface, own.base(), PAGE as usize).expect("the parent still copies");
+    check_round_trip(&iface, own.base(), page() as usize).expect("the parent still copies");
     free(&iface, &own).expect("free");
     iface.close().map_err(hmem_core::Error::from).expect("close");
 }

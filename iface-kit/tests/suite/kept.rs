@@ -16,7 +16,7 @@ use hmem_fake_accelerators::{Fake, Profile};
 use hmem_iface_kit::announced::{Announced, Block, BlockRange, DmaBuf, Driver};
 
 use crate::world::{
-    Over, PAGE, World, allocate, free, gaudi, neuron, nic, over_both, pattern, range,
+    Over, World, allocate, free, gaudi, neuron, nic, over_both, page, pattern, range,
 };
 
 /// HM-06
@@ -25,16 +25,16 @@ fn export_has_the_offset_and_the_bytes_of_its_range() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, _: &Fake, iface: &Announced<D>, _: &World<D>) {
-            let own = allocate(iface, 4 * PAGE);
-            let bytes = pattern(4 * PAGE as usize);
+            let own = allocate(iface, 4 * page());
+            let bytes = pattern(4 * page() as usize);
             // SAFETY: the test allocated the memory and frees it later.
             unsafe { iface.write(own.base(), &bytes) }.expect("write");
-            for (offset, len) in [(0, 4 * PAGE), (PAGE, PAGE), (PAGE + 77, PAGE)] {
+            for (offset, len) in [(0, 4 * page()), (page(), page()), (page() + 77, page())] {
                 let part = range(own.base().0 + offset, len);
                 let export =
                     iface.export_dma_buf(part, &nic(), DmaBufMapping::Default).expect("export");
                 assert_eq!(export.alloc_offset.0, offset);
-                assert_eq!(export.offset.0, offset % PAGE);
+                assert_eq!(export.offset.0, offset % page());
                 assert_eq!(export.len, len);
                 let mut found = vec![0; len as usize];
                 let file = std::fs::File::from(export.fd);
@@ -42,7 +42,7 @@ fn export_has_the_offset_and_the_bytes_of_its_range() {
                     .expect("a memory file");
                 assert!(found == bytes[offset as usize..][..len as usize], "other bytes");
             }
-            let past = range(own.base().0 + 1, 4 * PAGE);
+            let past = range(own.base().0 + 1, 4 * page());
             let error = iface.export_dma_buf(past, &nic(), DmaBufMapping::Default).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::OutOfBounds);
             let pcie = iface.export_dma_buf(own.range, &nic(), DmaBufMapping::Pcie).unwrap_err();
@@ -62,7 +62,7 @@ fn library_without_the_export_call_has_no_dma_bufs() {
     let fake = Fake::start(profile);
     let iface = neuron(&fake).expect("NeuronCores");
     assert!(iface.dma_buf().is_none());
-    let own = allocate(&iface, PAGE);
+    let own = allocate(&iface, page());
     let error = iface.export_dma_buf(own.range, &nic(), DmaBufMapping::Default).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert_eq!(error.context_value("symbol"), Some("nrt_get_dmabuf_fd"));
@@ -74,7 +74,7 @@ fn library_without_the_export_call_has_no_dma_bufs() {
 fn first_generation_gaudi_is_refused() {
     let fake = Fake::start(Profile { device_type: 2, ..Profile::running() });
     let iface = gaudi(&fake).expect("a device");
-    let error = iface.allocate(&crate::world::request(PAGE)).unwrap_err();
+    let error = iface.allocate(&crate::world::request(page())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("first-generation"), "{error}");
 }
@@ -160,7 +160,7 @@ fn freed_memory_is_kept_while_one_of_its_dma_bufs_is_in_use() {
     let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
     let live = || live.lock().expect("no panic").clone();
     let iface = Announced::new(driver).expect("open");
-    let (exported, plain) = (allocate(&iface, PAGE), allocate(&iface, PAGE));
+    let (exported, plain) = (allocate(&iface, page()), allocate(&iface, page()));
     used.store(true, Ordering::Relaxed);
     drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
     free(&iface, &exported).expect("free");
@@ -169,7 +169,7 @@ fn freed_memory_is_kept_while_one_of_its_dma_bufs_is_in_use() {
     free(&iface, &plain).expect("free");
     assert_eq!(live(), [exported.base().0], "no dma-buf was exported of the other");
     used.store(false, Ordering::Relaxed);
-    let next = allocate(&iface, PAGE);
+    let next = allocate(&iface, page());
     assert_eq!(live(), [next.base().0], "the NIC has released it");
     free(&iface, &next).expect("free");
 }
@@ -180,7 +180,7 @@ fn memory_kept_for_a_dma_buf_is_freed_with_the_iface() {
     let driver = Flagged::default();
     let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
     let iface = Announced::new(driver).expect("open");
-    let exported = allocate(&iface, PAGE);
+    let exported = allocate(&iface, page());
     used.store(true, Ordering::Relaxed);
     drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
     free(&iface, &exported).expect("free");
@@ -195,7 +195,7 @@ fn closing_is_refused_while_a_dma_buf_of_freed_memory_is_in_use() {
     let driver = Flagged::default();
     let (used, live) = (Arc::clone(&driver.used), Arc::clone(&driver.live));
     let iface = Announced::new(driver).expect("open");
-    let exported = allocate(&iface, PAGE);
+    let exported = allocate(&iface, page());
     used.store(true, Ordering::Relaxed);
     drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
     free(&iface, &exported).expect("free");
@@ -217,7 +217,7 @@ fn export_that_races_with_a_free_is_refused() {
     let (after, live) = (Arc::clone(&driver.after_export), Arc::clone(&driver.live));
     driver.used.store(true, Ordering::Relaxed);
     let iface = Arc::new(Announced::new(driver).expect("open"));
-    let own = allocate(&*iface, PAGE);
+    let own = allocate(&*iface, page());
     let (other, base) = (Arc::clone(&iface), own.base().0);
     let overtake = move || free(&*other, &own).expect("free");
     *after.lock().expect("no panic") = Some(Box::new(overtake));
@@ -240,7 +240,7 @@ fn export_is_refused_if_new_memory_replaces_its_memory_at_the_same_address() {
     };
     let reallocate: Replace = |iface, old| {
         free(iface, old).expect("free");
-        allocate(iface, PAGE)
+        allocate(iface, page())
     };
     let announce_anew: Replace = |iface, old| {
         iface.withdraw(old).expect("withdraw");
@@ -254,9 +254,9 @@ fn export_is_refused_if_new_memory_replaces_its_memory_at_the_same_address() {
         let live = Arc::clone(&driver.live);
         let iface = Arc::new(Announced::new(driver).expect("open"));
         let old = if announced {
-            announce(&iface, range(1 << 40, PAGE))
+            announce(&iface, range(1 << 40, page()))
         } else {
-            allocate(&*iface, PAGE)
+            allocate(&*iface, page())
         };
         let replaced: Arc<Mutex<Option<Allocation>>> = Arc::default();
         let (other, found) = (Arc::clone(&iface), Arc::clone(&replaced));

@@ -12,7 +12,7 @@ use hmem_core::{
 use hmem_fake_accelerators::Fake;
 use hmem_iface_kit::announced::{Announced, Driver};
 
-use crate::world::{Over, PAGE, World, allocate, free, over_both, range};
+use crate::world::{Over, World, allocate, free, over_both, page, range};
 
 /// A subscriber that counts the frees that have begun and those that have ended.
 #[derive(Debug, Default)]
@@ -62,8 +62,8 @@ fn frees_and_withdrawals_notify_the_subscribers_of_their_range() {
                 monitor.detects(InvalidationCause::Free)
                     && !monitor.detects(InvalidationCause::Unmap)
             );
-            let (own, other) = (allocate(iface, PAGE), allocate(iface, PAGE));
-            let (theirs, handle) = (world.allocate)(iface, fake, PAGE);
+            let (own, other) = (allocate(iface, page()), allocate(iface, page()));
+            let (theirs, handle) = (world.allocate)(iface, fake, page());
             // SAFETY: the memory stays allocated until the fake is dropped.
             let theirs = unsafe { iface.announce(theirs, DeviceId(0), handle) }.expect("announce");
             let [of_own, of_other, of_theirs] = [(); 3].map(|()| Arc::new(Notices::default()));
@@ -94,11 +94,11 @@ fn monitor_of_a_dropped_iface_refuses_to_watch() {
     let fake = Fake::start(hmem_fake_accelerators::Profile::running());
     let iface = crate::world::neuron(&fake).expect("NeuronCores");
     let monitor = iface.start_monitor().expect("a monitor");
-    let watched = allocate(&iface, PAGE);
+    let watched = allocate(&iface, page());
     let subscription = monitor.subscribe(watched.range, Arc::new(Notices::default()));
     free(&iface, &watched).expect("free");
     drop(iface);
     monitor.unsubscribe(subscription.expect("subscribe"));
-    let error = monitor.subscribe(range(PAGE, PAGE), Arc::new(Notices::default())).unwrap_err();
+    let error = monitor.subscribe(range(page(), page()), Arc::new(Notices::default())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
 }

@@ -4,7 +4,7 @@ use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Ifac
 use hmem_fake_accelerators::Fake;
 use hmem_iface_kit::announced::{Announced, Driver};
 
-use crate::world::{Over, PAGE, World, allocate, check_round_trip, free, over_both, request};
+use crate::world::{Over, World, allocate, check_round_trip, free, over_both, page, request};
 
 /// HM-01 HM-02: a query for an address returns its allocation until the allocation is freed.
 #[test]
@@ -12,13 +12,13 @@ fn allocation_is_recognised_until_it_is_freed() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, _: &World<D>) {
-            let (first, second) = (allocate(iface, 3 * PAGE), allocate(iface, 100));
+            let (first, second) = (allocate(iface, 3 * page()), allocate(iface, 100));
             assert!(format!("{iface:?}").contains("allocations: 2"), "{iface:?}");
             let base = first.base().0;
-            for inside in [base, base + 1, base + 3 * PAGE - 1] {
+            for inside in [base, base + 1, base + 3 * page() - 1] {
                 assert_eq!(iface.query(Address(inside)).expect("query"), Some(first));
             }
-            for outside in [base - 1, base + 3 * PAGE] {
+            for outside in [base - 1, base + 3 * page()] {
                 assert_ne!(iface.query(Address(outside)).expect("query"), Some(first));
             }
             assert_eq!((first.kind, first.device), (AllocationKind::Device, Some(DeviceId(0))));
@@ -29,7 +29,7 @@ fn allocation_is_recognised_until_it_is_freed() {
 
             free(iface, &first).expect("free");
             assert_eq!(iface.query(Address(base + 1)).expect("query"), None);
-            let again = allocate(iface, 3 * PAGE);
+            let again = allocate(iface, 3 * page());
             assert_eq!(again.base().0, base, "the fake reuses the address");
             assert_ne!(again.id, first.id);
             assert_eq!(free(iface, &first).unwrap_err().kind(), ErrorKind::InvalidArgument);
@@ -48,16 +48,16 @@ fn announced_memory_is_recognised_until_it_is_withdrawn() {
     struct Test;
     impl Over for Test {
         fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, world: &World<D>) {
-            let (range, handle) = (world.allocate)(iface, fake, 2 * PAGE);
+            let (range, handle) = (world.allocate)(iface, fake, 2 * page());
             assert_eq!(iface.query(range.start()).expect("query"), None);
             // SAFETY: the memory stays allocated until the fake is dropped.
             let announced =
                 unsafe { iface.announce(range, DeviceId(0), handle) }.expect("announce");
             assert_eq!(announced.range, range);
-            for inside in [range.start().0, range.start().0 + 2 * PAGE - 1] {
+            for inside in [range.start().0, range.start().0 + 2 * page() - 1] {
                 assert_eq!(iface.query(Address(inside)).expect("query"), Some(announced));
             }
-            assert_eq!(iface.query(Address(range.start().0 + 2 * PAGE)).expect("query"), None);
+            assert_eq!(iface.query(Address(range.start().0 + 2 * page())).expect("query"), None);
             check_round_trip(iface, Address(range.start().0 + 100), 5000).expect("copy");
 
             // SAFETY: the call must fail, so the memory is not announced.
@@ -72,7 +72,7 @@ fn announced_memory_is_recognised_until_it_is_withdrawn() {
             assert_eq!(iface.query(range.start()).expect("query"), None);
             let again = iface.withdraw(&announced).unwrap_err();
             assert_eq!(again.kind(), ErrorKind::InvalidArgument);
-            let own = allocate(iface, PAGE);
+            let own = allocate(iface, page());
             assert_eq!(iface.withdraw(&own).unwrap_err().kind(), ErrorKind::InvalidArgument);
             free(iface, &own).expect("free");
         }
@@ -102,7 +102,7 @@ fn invalid_requests_are_refused_with_their_own_kinds() {
             );
             assert_eq!(refused(&|request| request.len = 1 << 60), ErrorKind::OutOfResources);
             assert_eq!(refused(&|request| request.len = u64::MAX), ErrorKind::OutOfResources);
-            let (range, handle) = (world.allocate)(iface, fake, PAGE);
+            let (range, handle) = (world.allocate)(iface, fake, page());
             // SAFETY: the call must fail, so the memory is not announced.
             let error = unsafe { iface.announce(range, DeviceId(99), handle) }.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);

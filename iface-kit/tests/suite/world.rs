@@ -10,7 +10,10 @@ use hmem_iface_accelerators::synapseai::{self as synapseai, SynapseAi};
 use hmem_iface_kit::announced::{Announced, Driver};
 
 /// Length of a page in bytes.
-pub(crate) const PAGE: u64 = 4096;
+/// Returns the size of the machine's pages in bytes.
+pub(crate) fn page() -> u64 {
+    rustix::param::page_size() as u64
+}
 
 /// A test that runs over one iface.
 pub(crate) trait Over {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use crate::state::{self, Block, MEMORY, State};
-use hmem_fake_common::PAGE;
+use hmem_fake_common::page;
 
 const SUCCESS: c_int = 0;
 const FAILURE: c_int = 1;
@@ -101,7 +101,7 @@ pub unsafe extern "C" fn nrt_tensor_free(tensor: *mut *mut c_void) {
 pub unsafe extern "C" fn nrt_tensor_get_va(tensor: *const c_void) -> *mut c_void {
     state::with(|state| {
         // As in the kernel driver, only whole pages are mapped.
-        let block = block_of(state, tensor).filter(|block| block.len.is_multiple_of(PAGE));
+        let block = block_of(state, tensor).filter(|block| block.len.is_multiple_of(page()));
         let failed = state.calls.enter("nrt_tensor_get_va").is_some();
         match block {
             Some(block) if !failed => ptr::with_exposed_provenance_mut(block.base as usize),
@@ -179,9 +179,9 @@ pub unsafe extern "C" fn nrt_tensor_write(
 
 /// Exports the pages of a range. As in the kernel driver, the dma-buf begins with the first page.
 fn export(state: &mut State, va: u64, size: u64, fd: *mut c_int) -> c_int {
-    let start = va & !(PAGE - 1);
+    let start = va & !(page() - 1);
     let Some(len) =
-        (va - start).checked_add(size).and_then(|len| len.checked_next_multiple_of(PAGE))
+        (va - start).checked_add(size).and_then(|len| len.checked_next_multiple_of(page()))
     else {
         return INVALID;
     };
@@ -204,7 +204,7 @@ fn export(state: &mut State, va: u64, size: u64, fd: *mut c_int) -> c_int {
 pub unsafe extern "C" fn nrt_get_dmabuf_fd(va: u64, size: u64, fd: *mut c_int) -> c_int {
     call("nrt_get_dmabuf_fd", |state| {
         // This function cannot return an offset in the page.
-        if va.is_multiple_of(PAGE) { export(state, va, size, fd) } else { INVALID }
+        if va.is_multiple_of(page()) { export(state, va, size, fd) } else { INVALID }
     })
 }
 
@@ -220,7 +220,7 @@ pub unsafe extern "C" fn nrt_get_dmabuf_fd_v2(
 ) -> c_int {
     call("nrt_get_dmabuf_fd_v2", |state| {
         // SAFETY: the caller passes a writable out parameter.
-        unsafe { *offset = va % PAGE };
+        unsafe { *offset = va % page() };
         export(state, va, size, fd)
     })
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use hmem_fake_common::{Calls, PAGE, Pages};
+use hmem_fake_common::{Calls, Pages, page};
 use parking_lot::Mutex;
 
 /// Total bytes of device memory.
@@ -125,7 +125,7 @@ impl State {
     /// Allocates device memory at the lowest free address at which the length fits. Returns `None`
     /// if the length does not fit, or if the pages cannot be mapped.
     pub(crate) fn allocate(&mut self, len: u64) -> Option<Block> {
-        let whole = len.checked_next_multiple_of(PAGE)?;
+        let whole = len.checked_next_multiple_of(page())?;
         let used: u64 = self.blocks.values().map(|block| block.len).sum();
         if used + whole > MEMORY {
             return None;
@@ -135,7 +135,7 @@ impl State {
             if base + whole <= *start {
                 break;
             }
-            base = start + block.len.next_multiple_of(PAGE);
+            base = start + block.len.next_multiple_of(page());
         }
         self.pages.back(base, whole, false).ok()?;
         let block = Block { base, len };
@@ -145,14 +145,14 @@ impl State {
 
     pub(crate) fn free(&mut self, base: u64) -> bool {
         let Some(block) = self.blocks.remove(&base) else { return false };
-        self.pages.clear(base, block.len.next_multiple_of(PAGE));
+        self.pages.clear(base, block.len.next_multiple_of(page()));
         true
     }
 
     /// Returns the allocation whose pages contain the whole range.
     pub(crate) fn holder(&self, address: u64, len: u64) -> Option<Block> {
         let (_, block) = self.blocks.range(..=address).next_back()?;
-        let end = block.base + block.len.next_multiple_of(PAGE);
+        let end = block.base + block.len.next_multiple_of(page());
         (address.checked_add(len)? <= end).then_some(*block)
     }
 }

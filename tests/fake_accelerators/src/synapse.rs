@@ -7,7 +7,7 @@ use std::{
 };
 
 use crate::state::{self, Copy, MEMORY, State};
-use hmem_fake_common::PAGE;
+use hmem_fake_common::page;
 
 const SUCCESS: c_int = 0;
 const INVALID_ARGUMENT: c_int = 1;
@@ -255,7 +255,7 @@ pub unsafe extern "C" fn hlthunk_device_mapped_memory_export_dmabuf_fd(
     call("hlthunk_device_mapped_memory_export_dmabuf_fd", |state| {
         let known = fd == DEVICE_FD.cast_signed() && address == state.pages.first();
         let wanted = libc::O_RDWR | libc::O_CLOEXEC;
-        let whole = size.is_multiple_of(PAGE) && offset.is_multiple_of(PAGE);
+        let whole = size.is_multiple_of(page()) && offset.is_multiple_of(page());
         let start = address.wrapping_add(offset);
         if !known || !whole || flags.cast_signed() != wanted || state.holder(start, size).is_none()
         {

@@ -17,4 +17,4 @@ mod driver;
 mod pages;
 
 pub use calls::Calls;
-pub use pages::{PAGE, Pages, another, memory_file, reopen, share};
+pub use pages::{Pages, another, memory_file, page, reopen, share};

@@ -24,10 +24,14 @@ use rustix::{
 
 use crate::dma_buf::dma_buf;
 
-/// Size of a page in bytes.
-pub const PAGE: u64 = 4096;
 /// Length in bytes of the address range that all devices share.
 const WINDOW: usize = 1 << 40;
+
+/// Returns the size of the machine's pages in bytes.
+#[must_use]
+pub fn page() -> u64 {
+    rustix::param::page_size() as u64
+}
 
 /// Creates a memory file whose size is sealed, since the size of a dma-buf cannot change either.
 ///

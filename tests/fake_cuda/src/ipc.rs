@@ -3,7 +3,7 @@
 
 use std::{ffi::c_char, os::fd::AsRawFd};
 
-use hmem_fake_common::{PAGE, reopen};
+use hmem_fake_common::{page, reopen};
 use hmem_iface_cuda::sys::{CU_IPC_HANDLE_SIZE, CuIpcMemHandle, CuResult};
 
 use crate::state::{Allocation, Kind, State};
@@ -19,8 +19,8 @@ pub(crate) fn export(state: &mut State, pointer: u64) -> Result<CuIpcMemHandle, 
         return Err(CuResult::CUDA_ERROR_INVALID_VALUE);
     }
     let (len, id) = (known.len, known.id);
-    let start = pointer - pointer % PAGE;
-    let whole = (pointer + len).next_multiple_of(PAGE) - start;
+    let start = pointer - pointer % page();
+    let whole = (pointer + len).next_multiple_of(page()) - start;
     let file =
         state.pages.file_of(start, whole).map_err(|_| CuResult::CUDA_ERROR_OPERATING_SYSTEM)?;
     let file = file.ok_or(CuResult::CUDA_ERROR_INVALID_HANDLE)?;

@@ -7,7 +7,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use hmem_fake_common::{Calls, PAGE, Pages};
+use hmem_fake_common::{Calls, Pages, page};
 use hmem_iface_cuda::sys::{CuMemAllocationProp, CuResult};
 
 use crate::profile::Profile;
@@ -17,11 +17,14 @@ pub(crate) const GRANULARITY: u64 = 2 << 20;
 /// Alignment of addresses of `cuMemAlloc`. The CUDA programming guide says "at least 256 bytes".
 const ALIGNMENT: u64 = 512;
 
+/// Allocations below this size share pages.
+const SHARES_PAGES: u64 = 4096;
+
 /// Returns the bytes that a small allocation occupies. Unspecified, so the fake decides:
-/// allocations of a page and more occupy whole pages. Only smaller ones share a page, so that their
-/// dma-bufs overlap.
+/// allocations of [`SHARES_PAGES`] bytes and more occupy whole pages. Only smaller ones share a
+/// page, so that their dma-bufs overlap.
 fn small_size(len: u64) -> u64 {
-    if len < PAGE { len.next_multiple_of(ALIGNMENT) } else { len.next_multiple_of(PAGE) }
+    if len < SHARES_PAGES { len.next_multiple_of(ALIGNMENT) } else { len.next_multiple_of(page()) }
 }
 /// Allocations below this size are small: they share blocks of [`GRANULARITY`] bytes.
 const SMALL: u64 = 1 << 20;
@@ -371,7 +374,7 @@ impl State {
                 let address = self.take_addresses(len)?;
                 let mapped = matches!(kind, Kind::Managed | Kind::Host);
                 self.pages
-                    .back(address, len.next_multiple_of(PAGE), mapped)
+                    .back(address, len.next_multiple_of(page()), mapped)
                     .map_err(|_| CuResult::CUDA_ERROR_OUT_OF_MEMORY)?;
                 address
             }
@@ -392,9 +395,9 @@ impl State {
         if let Some(address) = self.free.get_mut(&len).and_then(Vec::pop) {
             return Ok(address);
         }
-        if len >= PAGE {
+        if len >= SHARES_PAGES {
             let (at, rest) = self.block;
-            let skipped = (at.next_multiple_of(PAGE) - at).min(rest);
+            let skipped = (at.next_multiple_of(page()) - at).min(rest);
             self.block = (at + skipped, rest - skipped);
         }
         if self.block.1 < len {
@@ -423,7 +426,7 @@ impl State {
                 self.free.entry(small_size(len)).or_default().push(address);
             }
             _ => {
-                self.pages.clear(address, len.next_multiple_of(PAGE));
+                self.pages.clear(address, len.next_multiple_of(page()));
                 self.give_addresses(address, len);
             }
         }
@@ -433,8 +436,8 @@ impl State {
     /// Unmaps memory that was opened from another process, however often it was opened.
     pub(crate) fn forget_imported(&mut self, pointer: u64) {
         let Some(Allocation { len, .. }) = self.allocations.remove(&pointer) else { return };
-        let start = pointer - pointer % PAGE;
-        let whole = (pointer + len).next_multiple_of(PAGE) - start;
+        let start = pointer - pointer % page();
+        let whole = (pointer + len).next_multiple_of(page()) - start;
         self.pages.clear(start, whole);
         self.give_addresses(start, whole);
     }

@@ -6,7 +6,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, IntoRawFd},
 };
 
-use hmem_fake_common::{PAGE, memory_file, reopen, share};
+use hmem_fake_common::{memory_file, page, reopen, share};
 use hmem_iface_rocr::sys::{
     self, AccessDesc, Agent, AgentCallback, DeallocationCallback, HdpFlush, HsaStatus, IpcMemory,
     ListAllocator, MemoryPool, PointerInfo, PoolCallback, Signal, VmemHandle,
@@ -245,7 +245,7 @@ runtime! {
             FLAGS => put(value.cast(), flags),
             SIZE => put(value.cast(), if flags == 9 { 1 << 50 } else { state.profile.memory }),
             ALLOWED => put(value.cast(), u8::from(flags != 9)),
-            GRANULE => put(value.cast(), PAGE as usize),
+            GRANULE => put(value.cast(), page() as usize),
             _ => Err(INVALID_ARGUMENT),
         }
     }
@@ -342,8 +342,8 @@ runtime! {
         if state.locked.contains_key(&(host as u64)) {
             return Err(state.violation("locked twice: unlocking would end either"));
         }
-        let address = state.take_addresses((len as u64).next_multiple_of(PAGE) + PAGE);
-        let address = address + host as u64 % PAGE;
+        let address = state.take_addresses((len as u64).next_multiple_of(page()) + page());
+        let address = address + host as u64 % page();
         state.locked.insert(host as u64, (len as u64, address));
         put(device, address as *mut c_void)
     }
@@ -378,11 +378,11 @@ runtime! {
     ) {
         let base = pointer as u64;
         let known = state.allocations.get(&base).ok_or(INVALID_ARGUMENT)?;
-        let page = if state.profile.rounds_lengths { PAGE } else { 1 };
-        if known.len.next_multiple_of(page) != len as u64 || known.owner == CPU {
+        let unit = if state.profile.rounds_lengths { page() } else { 1 };
+        if known.len.next_multiple_of(unit) != len as u64 || known.owner == CPU {
             return Err(INVALID_ARGUMENT);
         }
-        let (owner, size) = (known.owner.handle as u32, known.len.next_multiple_of(PAGE));
+        let (owner, size) = (known.owner.handle as u32, known.len.next_multiple_of(page()));
         let file = state.pages.file_of(base, size).ok().flatten().ok_or(OUT_OF_RESOURCES)?;
         let inode = rustix::fs::fstat(file).map_err(|_| OUT_OF_RESOURCES)?.st_ino;
         let fd = file.as_raw_fd() as u32;
@@ -427,7 +427,7 @@ runtime! {
     fn hsa_amd_vmem_address_reserve(
         state, base: *mut *mut c_void, len: usize, _wanted: u64, flags: u64
     ) {
-        if !(len as u64).is_multiple_of(PAGE) || flags != 0 {
+        if !(len as u64).is_multiple_of(page()) || flags != 0 {
             return Err(INVALID_ARGUMENT);
         }
         let address = state.take_addresses(len as u64);
@@ -451,7 +451,7 @@ runtime! {
     fn hsa_amd_vmem_handle_create(
         state, pool: MemoryPool, len: usize, _kind: u32, _flags: u64, handle: *mut VmemHandle
     ) {
-        if !(len as u64).is_multiple_of(PAGE) {
+        if !(len as u64).is_multiple_of(page()) {
             return Err(INVALID_ARGUMENT);
         }
         let file = memory_file(len as u64).map_err(|_| OUT_OF_RESOURCES)?;
@@ -523,7 +523,7 @@ fn export(
     if flags & sys::HSA_AMD_DMABUF_MAPPING_TYPE_PCIE != 0 && !state.profile.large_bar {
         return Err(HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED);
     }
-    let size = one.len.next_multiple_of(PAGE);
+    let size = one.len.next_multiple_of(page());
     let exported = state.pages.export(base, size).ok().flatten().ok_or(OUT_OF_RESOURCES)?;
     put(fd, exported.into_raw_fd())?;
     put(offset, at)

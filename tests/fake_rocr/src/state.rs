@@ -6,7 +6,7 @@ use std::{
     os::fd::OwnedFd,
 };
 
-use hmem_fake_common::{Calls, PAGE, Pages};
+use hmem_fake_common::{Calls, Pages, page};
 use hmem_iface_rocr::sys::{self, Agent, DeallocationCallback, HsaStatus};
 
 /// Agent of the CPU. The agents of GPUs have the handles 11, 12 and so on.
@@ -251,7 +251,7 @@ impl State {
             return Err(out);
         }
         *used += len;
-        let size = (len as u64).next_multiple_of(PAGE);
+        let size = (len as u64).next_multiple_of(page());
         let base = self.take_addresses(size);
         self.pages.back(base, size, visible).map_err(|_| out)?;
         Ok(self.enter(base, owner, len as u64, false))
@@ -264,7 +264,7 @@ impl State {
         len: u64,
         file: OwnedFd,
     ) -> Result<u64, HsaStatus> {
-        let size = len.next_multiple_of(PAGE);
+        let size = len.next_multiple_of(page());
         let base = self.take_addresses(size);
         let placed = self.pages.place(base, size, file);
         placed.map_err(|_| HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES)?;
@@ -284,7 +284,7 @@ impl State {
 
     /// Releases the memory and addresses of an allocation that is no longer in the table.
     pub(crate) fn release(&mut self, base: u64, allocation: &Allocation) {
-        self.leave_addresses(base, allocation.len.next_multiple_of(PAGE));
+        self.leave_addresses(base, allocation.len.next_multiple_of(page()));
         if !allocation.imported {
             *self.used.entry(allocation.owner.handle).or_default() -= allocation.len as usize;
         }
@@ -294,7 +294,7 @@ impl State {
     /// `rounds_lengths`, an allocation includes the rest of its last page.
     pub(crate) fn around(&self, address: u64) -> Option<(u64, &Allocation)> {
         let (base, allocation) = self.allocations.range(..=address).next_back()?;
-        let page = if self.profile.rounds_lengths { PAGE } else { 1 };
+        let page = if self.profile.rounds_lengths { page() } else { 1 };
         (address - base < allocation.len.next_multiple_of(page)).then_some((*base, allocation))
     }
 
@@ -364,7 +364,7 @@ impl State {
             } else {
                 sys::HSA_EXT_POINTER_TYPE_HSA
             };
-            let page = if self.profile.rounds_lengths { PAGE } else { 1 };
+            let page = if self.profile.rounds_lengths { page() } else { 1 };
             return describe(kind, base, one.len.next_multiple_of(page), one.owner);
         }
         let locked =

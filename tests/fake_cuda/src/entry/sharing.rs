@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use hmem_fake_common::PAGE;
+use hmem_fake_common::page;
 use hmem_iface_cuda::sys::{self, CuDevicePtr, CuIpcMemHandle, CuMemAllocationProp, CuResult};
 
 use super::{Answer, INVALID_VALUE, NOT_SUPPORTED, put};
@@ -52,8 +52,8 @@ driver! {
         let len = size as u64;
         // `cuda.h`: "Users must ensure the dptr and size are aligned to the host page size."
         if kind != sys::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-            || !pointer.is_multiple_of(PAGE)
-            || !len.is_multiple_of(PAGE)
+            || !pointer.is_multiple_of(page())
+            || !len.is_multiple_of(page())
             || len == 0
         {
             return Err(INVALID_VALUE);
@@ -100,8 +100,8 @@ fn can_be_exported(state: &State, start: u64, len: u64) -> Answer {
         Kind::Memory => {
             let whole = |(at, one): (&u64, &Allocation)| {
                 one.kind == Kind::Memory
-                    && at - at % PAGE <= start
-                    && (at + one.len).next_multiple_of(PAGE) >= end
+                    && at - at % page() <= start
+                    && (at + one.len).next_multiple_of(page()) >= end
             };
             if state.allocations.range(..end).rev().take(4096).any(whole) {
                 Ok(())
