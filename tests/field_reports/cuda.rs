@@ -76,7 +76,8 @@ fn ucx_10929_each_nic_has_its_own_path_and_the_reason_for_it() {
         let refused = decision.attempts.iter().find(|attempt| attempt.path == Path::DmaBuf);
         let refused = refused.expect("the refused path is listed");
         assert!(!refused.driver_called, "{decision}");
-        assert!(refused.error.is_some() && refused.remedy.is_some(), "{decision}");
+        assert_eq!(refused.cause_name, Some("nic-driver-without-dma-buf"), "{decision}");
+        assert!(refused.remedy.is_some(), "{decision}");
         for (nic, region) in [(&mlx5, by_dma_buf), (&hfi1, by_copies)] {
             let key = region.key().expect("a key");
             nic.put(&key, 9, &pattern(3, 4000)).expect("write");
@@ -180,10 +181,15 @@ fn nixl_177_failed_registration_names_each_path_with_its_remedy() {
     let error = &rejected.error;
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     assert!(error.remedy_text().is_some(), "{error}");
-    for path in [Path::DmaBuf, Path::PeerMemory] {
+    // A machine with NVIDIA's closed modules has the more special cause of the first.
+    for (path, causes) in [
+        (Path::DmaBuf, ["device-without-dma-buf", "nvidia-closed-modules"]),
+        (Path::PeerMemory, ["peer-memory-module-missing", "nic-without-peer-memory"]),
+    ] {
         let attempt = error.trace().iter().find(|attempt| attempt.path == path);
         let attempt = attempt.unwrap_or_else(|| panic!("{path} is missing: {error:?}"));
         assert!(attempt.error.is_some() && attempt.remedy.is_some(), "{error:?}");
+        assert!(attempt.cause_name.is_some_and(|cause| causes.contains(&cause)), "{error:?}");
     }
     assert!(format!("{error:?}").contains("nvidia-peermem"), "{error:?}");
     // The process goes on: the tensor comes back, and another domain may copy.

@@ -39,6 +39,7 @@ fn nixl_1385_device_memory_is_not_registered_as_host_memory() {
     let memory = || unsafe { raw(tensor.range()) };
     let claimed = Request::new(memory(), REMOTE).owner(IfaceKind::CUDA, None);
     let error = wire.domain.submit(claimed).expect_err("no such iface").error;
+    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     assert!(format!("{error:#}").contains("cuda"), "{error}");
     assert!(error.remedy_text().is_some(), "{error}");
     let error = wire.domain.register(memory(), REMOTE).expect_err("no host pages").error;
