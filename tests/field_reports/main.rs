@@ -17,5 +17,6 @@ mod nics;
 #[path = "../cuda/segments.rs"]
 mod segments;
 mod tensors;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the CUDA tests use the rest"))]
 #[path = "../wire/mod.rs"]
 mod wire;
