@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use hmem::{
     AllocationKind, DeviceBuffer, DeviceId, DmaBuf, DomainAttr, ErrorKind, Hmem, Iface, IfaceExt,
-    IfaceKind, Promise, Raw, Request,
+    IfaceKind, MrMode, Promise, Raw, Request,
     iface::{AllocRequest, DmaBufMapping},
-    loopback::{Loopback, RemapPolicy},
+    loopback::Loopback,
     path::P2pPolicy,
     system::Simulated,
 };
@@ -15,7 +15,7 @@ use crate::wire::{REMOTE, Wire, pattern, raw};
 
 /// Opens a domain that knows host memory only.
 fn wire_without_devices() -> Wire {
-    let nic = Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a NIC");
+    let nic = Loopback::builder().needs(MrMode::ALLOCATED).build().expect("a NIC");
     let hmem = Hmem::builder().without_vendor_ifaces().build().expect("the ifaces start");
     let attr = DomainAttr { p2p: P2pPolicy::Required, ..DomainAttr::default() };
     Wire::open(hmem.domain_on(&nic, attr).expect("a domain"))
