@@ -44,6 +44,8 @@ pub enum Answer {
     Driver(&'static [i64]),
     /// Holds if the kind of the error is in this list.
     Kind(&'static [ErrorKind]),
+    /// Holds if the error names this limit in its context value `limit`.
+    Limit(&'static str),
 }
 
 impl Answer {
@@ -64,6 +66,7 @@ impl Answer {
                 let exact = error.os_errno().is_some_and(|errno| matches!(errno.0, 121 | 524));
                 !exact && kinds.contains(&error.kind())
             }
+            Self::Limit(name) => error.context_value("limit") == Some(name),
         }
     }
 }

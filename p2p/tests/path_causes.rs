@@ -434,6 +434,14 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             "nic-tables-full",
             Scene { facts: Facts { memlock: Some(u64::MAX), ..Facts::default() }, ..host(&[12]) },
         ),
+        (
+            "too-many-segments",
+            Scene {
+                size: 17 * PAGE,
+                whole: Some(|| Some(cuda("CUDA_ERROR_INVALID_VALUE", 1))),
+                ..Scene::cuda()
+            },
+        ),
         ("beyond-the-export", nic(&[22])),
         ("dma-buf-not-mappable", nic(&[14])),
         ("bad-host-pages", host(&[14])),
@@ -709,6 +717,7 @@ fn page() -> String {
             Answer::Errno(_) => 0,
             Answer::Driver(_) => 1,
             Answer::Kind(_) => 2,
+            Answer::Limit(_) => 3,
         });
         let mut answers: Vec<_> = answered.into_iter().flat_map(answers).collect();
         let mut known = BTreeSet::new();
@@ -770,6 +779,7 @@ fn answers(answer: Answer) -> Vec<String> {
         Answer::Errno(numbers) => numbers.iter().map(|number| Errno(*number).to_string()).collect(),
         Answer::Driver(codes) => codes.iter().map(|code| format!("driver code {code}")).collect(),
         Answer::Kind(kinds) => kinds.iter().map(|kind| format!("\"{kind}\"")).collect(),
+        Answer::Limit(name) => vec![format!("the limit {name}")],
     }
 }
 
@@ -871,7 +881,7 @@ fn answered() -> Vec<Error> {
             Answer::Kind(kinds) => {
                 errors.extend(kinds.iter().map(|kind| Error::new(*kind, "call")))
             }
-            Answer::Driver(_) => {}
+            Answer::Driver(_) | Answer::Limit(_) => {}
         }
     }
     let codes = [

@@ -429,6 +429,16 @@ pub const CAUSES: &[RefusalCause] = &[
         ..ANY
     },
     RefusalCause {
+        name: "too-many-segments",
+        rank: 265,
+        paths: DMA_BUF,
+        steps: REGISTER,
+        answers: &[Answer::Limit("mr_iov_limit")],
+        cause: "the range has more physical segments than the NIC registers as one region",
+        remedy: "register shorter ranges, or allocate the memory in longer segments",
+        ..ANY
+    },
+    RefusalCause {
         name: "beyond-the-export",
         rank: 270,
         paths: DMA_BUF,

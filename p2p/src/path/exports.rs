@@ -426,10 +426,11 @@ impl Drop for ExportSet<'_> {
     }
 }
 
-/// Returns true if the segments are adjacent and cover the whole range.
+/// Returns true if the segments have bytes, are adjacent and cover the whole range.
 fn cover(segments: &[Segment], range: AddressRange) -> bool {
     let end = segments.iter().try_fold(range.start(), |at, segment| {
-        (segment.range.start() == at).then(|| segment.range.end()).flatten()
+        let follows = segment.range.start() == at && !segment.range.is_empty();
+        follows.then(|| segment.range.end()).flatten()
     });
     end == range.end()
 }
@@ -453,6 +454,7 @@ mod tests {
             vec![segment(101, 59)],
             vec![segment(100, 10), segment(111, 49)],
             vec![segment(100, 61)],
+            vec![segment(100, 0), segment(100, 60)],
         ] {
             assert!(!cover(&short, whole), "{short:?}");
         }

@@ -23,8 +23,9 @@ pub(crate) struct Vendor {
     pub(crate) kind: IfaceKind,
     pub(crate) memory: Arc<Simulated>,
     pub(crate) segments: Refuse,
-    /// Length in bytes of the physical segments that the driver reports. The simulated memory
-    /// really has one segment, so it can still be exported whole.
+    /// Length in bytes of the physical segments that the driver reports. If the simulated memory
+    /// really has one segment, it can still be exported whole. With length 0 the driver reports an
+    /// empty segment before the others.
     pub(crate) segment_len: Option<u64>,
     pub(crate) dma_buf: Refuse,
     /// The refusal of exports of several segments as one dma-buf.
@@ -205,6 +206,10 @@ impl SegmentMap for Vendor {
         check(self.segments)?;
         let physical = self.memory.physical_segments(range)?;
         let Some(step) = self.segment_len else { return Ok(physical) };
+        if step == 0 {
+            let empty = Segment { range: range.slice(0, 0).expect("inside"), exportable: true };
+            return Ok([vec![empty], physical].concat());
+        }
         let mut segments = Vec::new();
         for Segment { range, exportable } in physical {
             let mut at = 0;
