@@ -1,5 +1,5 @@
-//! The host memory of a staging pool: one mapping. It consists of huge pages if the pool is at
-//! least one huge page long and enough huge pages are free.
+//! The host memory of a staging pool: one mapping. It consists of huge pages if the pool fills pages
+//! of a size that the kernel has, and enough of these are free.
 //!
 //! The mapping lies on the NIC's NUMA node if that node is known and has memory.
 
@@ -7,12 +7,22 @@
 
 use std::ptr;
 
-use hmem_core::{Error, Mapping, Result};
+use hmem_core::{Error, Mapping, Result, os_page_sizes};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise};
 
-/// Size of a huge page in bytes. Kernels for x86-64 have it, and those for arm64 with pages of 4,
-/// 16 and 64 KiB. The default size of huge pages differs among them.
-const HUGE_PAGE: usize = 2 << 20;
+/// Returns those of the page sizes `sizes` whose huge pages suit `len` bytes, largest first. At most
+/// an eighth of their memory is unused, since all of it is pinned. `sizes` are ascending, and the
+/// first is no huge page.
+fn suitable(len: usize, sizes: &[usize]) -> impl Iterator<Item = usize> {
+    let huge = sizes.iter().skip(1).rev().copied();
+    huge.filter(move |size| len.next_multiple_of(*size) - len <= len / 8)
+}
+
+/// Returns the flags of `mmap` for huge pages of `size` bytes.
+fn huge_flags(size: usize) -> MapFlags {
+    let bits = size.trailing_zeros() << libc::MAP_HUGE_SHIFT;
+    MapFlags::HUGETLB | MapFlags::from_bits_retain(bits)
+}
 
 /// Maps at least `len` bytes and writes to each page. Uses memory of NUMA node `node`, if it is
 /// given and has memory.
@@ -20,9 +30,9 @@ pub(super) fn map(len: usize, node: Option<u32>) -> Result<Mapping> {
     let map = |whole, flags| {
         Mapping::anonymous(whole, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | flags)
     };
-    let is_long = len >= HUGE_PAGE;
-    let whole = len.next_multiple_of(HUGE_PAGE);
-    let huge = if is_long { map(whole, MapFlags::HUGETLB | MapFlags::HUGE_2MB).ok() } else { None };
+    let mut sizes = suitable(len, os_page_sizes()).peekable();
+    let is_long = sizes.peek().is_some();
+    let huge = sizes.find_map(|size| map(len.next_multiple_of(size), huge_flags(size)).ok());
     // The mapping with HUGETLB fails if too few huge pages are reserved. The kernel may still back
     // ordinary pages with huge ones.
     let huge_wanted = is_long && huge.is_none();
@@ -72,5 +82,39 @@ fn prefer(memory: &Mapping, node: u32) {
     if done != 0 {
         let error = std::io::Error::last_os_error();
         tracing::debug!(node, %error, "cannot choose the NUMA node of staging buffers");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// ARM-02
+    #[test]
+    fn huge_pages_of_a_pool_follow_the_sizes_of_the_kernel() {
+        const KIB: usize = 1 << 10;
+        const MIB: usize = 1 << 20;
+        // The page sizes of x86-64, and of arm64 with pages of 4, 16 and 64 KiB.
+        let x86 = [4 * KIB, 2 * MIB, 1024 * MIB];
+        let arm_4k = [4 * KIB, 64 * KIB, 2 * MIB, 32 * MIB, 1024 * MIB];
+        let arm_16k = [16 * KIB, 2 * MIB, 32 * MIB, 1024 * MIB];
+        let arm_64k = [64 * KIB, 2 * MIB, 512 * MIB, 16 << 30];
+        for (len, sizes, expected) in [
+            (4 * MIB, &x86[..], &[2 * MIB][..]),
+            (4 * MIB, &arm_4k, &[2 * MIB, 64 * KIB]),
+            (32 * MIB, &arm_16k, &[32 * MIB, 2 * MIB]),
+            (512 * MIB, &arm_64k, &[512 * MIB, 2 * MIB]),
+            // Pages of 512 MiB and 1 GiB would be pinned for little memory.
+            (600 * MIB, &arm_64k, &[2 * MIB]),
+            (1025 * MIB, &x86, &[2 * MIB]),
+            (MIB, &x86, &[]),
+            (4 * MIB, &x86[..1], &[]),
+        ] {
+            assert_eq!(suitable(len, sizes).collect::<Vec<_>>(), expected, "{len} of {sizes:?}");
+        }
+        let flags = |size| huge_flags(size).difference(MapFlags::HUGETLB).bits();
+        let (kib_64, gib_16) = (libc::MAP_HUGE_64KB as u32, libc::MAP_HUGE_16GB as u32);
+        assert_eq!([flags(64 * KIB), flags(16 << 30)], [kib_64, gib_16]);
+        assert_eq!(flags(2 * MIB), MapFlags::HUGE_2MB.bits());
     }
 }
