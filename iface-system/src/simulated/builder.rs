@@ -200,8 +200,9 @@ impl SimulatedBuilder {
     }
 
     /// Sets the length in bytes of the segments of an
-    /// [`AllocationKind::Virtual`](hmem_core::AllocationKind::Virtual) allocation, rounded up to
-    /// pages. The last segment of an allocation may be shorter. Default: 2 MiB.
+    /// [`AllocationKind::Virtual`](hmem_core::AllocationKind::Virtual) allocation. It may be shorter
+    /// or longer than a page of the host. The last segment of an allocation may be shorter.
+    /// Default: 2 MiB.
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.config.segment_len = bytes;
@@ -246,8 +247,9 @@ impl SimulatedBuilder {
     /// - [`ErrorKind::OutOfResources`]: no range of addresses can be reserved.
     /// - [`ErrorKind::Unavailable`]: [`DmaBufKind::Udmabuf`] is set and `/dev/udmabuf` cannot be
     ///   opened.
+    /// - [`ErrorKind::Unsupported`]: the kernel has pages of a size that the device cannot have.
     pub fn build(self) -> Result<Simulated> {
-        let mut config = self.config;
+        let config = self.config;
         if !config.kind.is_plug_in() || self.arena == 0 || config.segment_len == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, "build simulated device")
                 .iface(&config)
@@ -256,12 +258,9 @@ impl SimulatedBuilder {
                 .remedy("set a kind of 0x100 or higher, and lengths above 0"));
         }
         let page = sys::page_size();
-        config.segment_len = config.segment_len.next_multiple_of(page);
         let window = reserve_window(self.window, page)?;
         let range = window.range();
-        let (table, writer) = PageTable::new(config.kind, range, page).map_err(|errno| {
-            Error::os(errno, "mmap").context("table of a window of", range.len())
-        })?;
+        let (table, writer) = PageTable::new(config.kind, range, page)?;
         let faults = Faults::new();
         for (call, nth, errno) in self.faults {
             faults.fail_nth(call, nth, errno);

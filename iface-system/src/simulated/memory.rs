@@ -196,9 +196,13 @@ impl SimulatedInner {
             let this = step.min(len - done);
             let taken = self
                 .call(DeviceCall::CreateMemory)
-                .and_then(|()| state.arenas.take(this, segmented));
+                .and_then(|()| state.arenas.take(this.next_multiple_of(self.page), segmented));
             match taken {
-                Ok(extent) => segments.push(PhysicalSegment { extent, exportable: true }),
+                Ok(extent) => {
+                    // A segment may end inside its last page, which holds nothing else.
+                    let extent = extent.part(0, this);
+                    segments.push(PhysicalSegment { extent, exportable: true });
+                }
                 Err(error) => {
                     self.unback_memory(state, AllocationKind::Device, at, segments);
                     return Err(error);

@@ -16,13 +16,15 @@
 
 #![allow(unsafe_code, reason = "arrays of zeroed elements")]
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::{
+    ops::RangeInclusive,
+    sync::atomic::{AtomicU32, AtomicU64, Ordering, fence},
+};
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, IfaceKind, Result,
-    Wipeable,
+    Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
+    IfaceKind, Result, Wipeable,
 };
-use rustix::io::Errno;
 
 use super::lazy::LazyArray;
 
@@ -74,25 +76,33 @@ pub(crate) struct TableWriter {
 
 impl PageTable {
     /// Creates an empty table for the addresses of `window`, which must be whole pages.
+    ///
+    /// # Errors
+    /// - Unsupported: the table cannot have pages of this size.
+    /// - The error of `mmap`.
     pub(crate) fn new(
         iface: IfaceKind,
         window: AddressRange,
         page_size: u64,
-    ) -> Result<(Self, TableWriter), Errno> {
+    ) -> Result<(Self, TableWriter)> {
         let page_shift = page_size.trailing_zeros();
-        assert!(
-            ONLY_PAGE_SHIFT.is_none_or(|only| only == page_shift),
-            "pages of {page_size} bytes"
-        );
+        if !page_size.is_power_of_two() || !PAGE_SHIFTS.contains(&page_shift) {
+            return Err(Error::new(ErrorKind::Unsupported, "build simulated device")
+                .context("page size", page_size)
+                .context("smallest", 1_u64 << PAGE_SHIFTS.start())
+                .context("largest", 1_u64 << PAGE_SHIFTS.end())
+                .remedy("run the kernel with pages of a size in between: no other is supported"));
+        }
+        let failed = |errno| Error::os(errno, "mmap").context("table of a window of", window.len());
         let pages = (window.len() >> page_shift) as usize;
         let blocks = pages.div_ceil(1 << block_shift(page_shift));
         let table = Self {
             iface,
             window,
             page_shift,
-            blocks: LazyArray::new(blocks)?,
-            pages: LazyArray::new(pages)?,
-            entries: LazyArray::new_in_huge_pages(MAX_ENTRIES + 1)?,
+            blocks: LazyArray::new(blocks).map_err(failed)?,
+            pages: LazyArray::new(pages).map_err(failed)?,
+            entries: LazyArray::new_in_huge_pages(MAX_ENTRIES + 1).map_err(failed)?,
         };
         Ok((table, TableWriter { used_pages: vec![0; blocks], emptied: None }))
     }
@@ -253,6 +263,13 @@ impl TableWriter {
 /// size. The constant makes lookups cheaper.
 const ONLY_PAGE_SHIFT: Option<u32> = if cfg!(target_arch = "x86_64") { Some(12) } else { None };
 
+/// Base-2 logarithms of the page sizes that a [`PageTable`] can have. The number of pages of a
+/// block, which grows with the page size, must fit into an element of [`TableWriter::used_pages`].
+const PAGE_SHIFTS: RangeInclusive<u32> = match ONLY_PAGE_SHIFT {
+    Some(only) => only..=only,
+    None => 12..=17,
+};
+
 const fn block_shift(page_shift: u32) -> u32 {
     page_shift - size_of::<AtomicU32>().trailing_zeros()
 }
@@ -307,6 +324,21 @@ mod tests {
         assert_eq!(table.read(1, first.base(), use_again), None);
         assert_eq!(table.lookup(second.base()), Some(second));
         assert_eq!(table.lookup(first.base()), None);
+    }
+
+    /// ARM-02
+    #[test]
+    fn page_size_that_the_table_cannot_have_is_refused() {
+        let window = AddressRange::new(Address(1 << 30), 64 << 20).unwrap();
+        assert!(1 << block_shift(*PAGE_SHIFTS.end()) <= usize::from(u16::MAX));
+        for page_size in [0, 1, 1 << 11, 3 << 12, 1 << 18] {
+            let refused = PageTable::new(IfaceKind::FIRST_PLUG_IN, window, page_size).err();
+            let error = refused.expect("pages of an odd size");
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            let value = page_size.to_string();
+            assert_eq!(error.context_value("page size"), Some(value.as_str()));
+            assert!(error.remedy_text().is_some());
+        }
     }
 
     #[test]
