@@ -43,19 +43,24 @@ pub(crate) struct Area {
     /// Address one past the last byte of the mapping.
     pub(crate) end: u64,
     pub(crate) kind: MappingKind,
-    /// Page size of the mapping in bytes. If the kernel does not report it, anonymous huge pages
-    /// are assumed to have 2 MiB, and all other mappings the base page size.
+    /// Page size of the mapping in bytes, a power of two. If the kernel does not report it, that of
+    /// anonymous huge pages is the largest one with which the mapping can begin and end where it
+    /// does, and that of all other mappings is the base page size.
     pub(crate) page_size: u64,
+    /// False if the kernel does not report the size of these huge pages. They may then be smaller
+    /// than `page_size`.
+    pub(crate) is_page_size_known: bool,
     name: [u8; NAME],
     name_len: usize,
 }
 
+/// The name of mappings with MAP_ANONYMOUS and MAP_HUGETLB.
+const ANONYMOUS_HUGE: &[u8] = b"/anon_hugepage (deleted)";
+
 impl Area {
     fn new(start: u64, end: u64, inode: u64, page_size: Option<u64>, full_name: &[u8]) -> Self {
         let kind = match full_name {
-            b"" | b"/dev/zero" | b"/dev/zero (deleted)" | b"/anon_hugepage (deleted)" => {
-                MappingKind::Anonymous
-            }
+            b"" | b"/dev/zero" | b"/dev/zero (deleted)" | ANONYMOUS_HUGE => MappingKind::Anonymous,
             [b'[', ..] => MappingKind::Anonymous,
             name if name.starts_with(b"/SYSV") && name.ends_with(b" (deleted)") => {
                 MappingKind::SysV(inode as i32)
@@ -65,11 +70,18 @@ impl Area {
         let name_len = full_name.len().min(NAME);
         let mut name = [0; NAME];
         name[..name_len].copy_from_slice(&full_name[..name_len]);
-        let page_size = page_size.unwrap_or_else(|| match full_name {
-            b"/anon_hugepage (deleted)" => 2 << 20,
-            _ => crate::sys::page_size(),
-        });
-        Self { start, end, kind, page_size, name, name_len }
+        let reported = page_size.filter(|size| size.is_power_of_two());
+        let is_page_size_known = reported.is_some() || full_name != ANONYMOUS_HUGE;
+        let page_size = match reported {
+            Some(size) => size,
+            None if is_page_size_known => crate::sys::page_size(),
+            None => 1 << (start | end).trailing_zeros(),
+        };
+        Self { start, end, kind, page_size, is_page_size_known, name, name_len }
+    }
+
+    pub(crate) fn addresses(&self) -> AddressRange {
+        hmem_hook::clamped(self.start, self.end - self.start)
     }
 
     /// Returns the mapping's name as in `/proc/self/maps`. The name of anonymous memory may be
@@ -316,6 +328,29 @@ mod tests {
         assert_eq!(size_of::<ProcmapQuery>(), 104);
         assert_eq!(std::mem::offset_of!(ProcmapQuery, vma_name_size), 80);
         assert_eq!(PROCMAP_QUERY, 0xc068_6611);
+    }
+
+    /// ARM-02
+    ///
+    /// The text of `maps` has no page size. A page of the assumed size around any address of the
+    /// mapping lies in the mapping, and contains the real page.
+    #[test]
+    fn huge_page_of_unknown_size_is_not_larger_than_its_mapping() {
+        let anonymous = "rw-p 00000000 00:0f 21 /anon_hugepage (deleted)";
+        for (start, end, page_size) in [
+            (0x7f00_0020_0000_u64, 0x7f00_0060_0000_u64, 2 << 20),
+            (0x7f00_0400_0000, 0x7f00_0600_0000, 32 << 20),
+            (0x7f00_2000_0000, 0x7f00_6000_0000, 512 << 20),
+            (0x7f00_4000_0000, 0x7f00_8000_0000, 1 << 30),
+        ] {
+            let area = parsed(format!("{start:x}-{end:x} {anonymous}").as_bytes()).unwrap();
+            assert_eq!((area.page_size, area.is_page_size_known), (page_size, false));
+            assert!(area.kind == MappingKind::Anonymous);
+        }
+        let named = |size| Area::new(0, 1 << 20, 0, size, b"").page_size;
+        assert_eq!([named(Some(2 << 20)), named(Some(64 << 10))], [2 << 20, 64 << 10]);
+        let base = crate::sys::page_size();
+        assert_eq!([named(Some(0)), named(Some(3 << 12)), named(None)], [base; 3]);
     }
 
     #[test]

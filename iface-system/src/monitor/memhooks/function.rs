@@ -138,18 +138,18 @@ fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u6
     (status.f_type == libc::HUGETLBFS_MAGIC).then_some(status.f_bsize as u64)
 }
 
-/// Returns the size of the huge pages that are mapped at `address`. Returns `None` if there are no
-/// huge pages, or if rounding to their size does not change `lens`. If the size is unknown, returns
-/// the largest one that `address` is aligned to.
+/// Returns the size of the huge pages that are mapped at `address`, and true if that size is known.
+/// Otherwise the pages may be smaller. Returns `None` if there are no huge pages, or if rounding to
+/// their size does not change `lens`.
 #[cold]
-fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<u64> {
+fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<(u64, bool)> {
     let fitting = matters(address, lens)?;
     match area::at_or_after(address as u64) {
         Ok(Some(area)) if area.start <= address as u64 => {
-            (area.page_size > sys::page_size()).then_some(area.page_size)
+            (area.page_size > sys::page_size()).then_some((area.page_size, area.is_page_size_known))
         }
         Ok(_) => None,
-        Err(_) => Some(fitting),
+        Err(_) => Some((fitting, false)),
     }
 }
 
@@ -223,11 +223,14 @@ impl Function {
             Self::ProcessMadvise => one_range(0, u64::MAX, InvalidationCause::Discard),
             Self::Mremap => {
                 let [old, old_len, new_len, flags, new, _] = *args;
-                let size = huge_of_mapped(old, [old_len, new_len]).unwrap_or(page);
+                let huge = huge_of_mapped(old, [old_len, new_len]);
+                let (size, is_known) = huge.unwrap_or((page, true));
                 let [old_len, new_len] = [old_len, new_len].map(|len| round_up(len as u64, size));
                 let fixed = has(flags, libc::MREMAP_FIXED);
-                // A mapping that shrinks in place loses only its end.
-                let whole = fixed || has(flags, libc::MREMAP_DONTUNMAP) || new_len > old_len;
+                // A mapping that shrinks in place loses only its end. The end begins at a page, so
+                // the size of the pages must be known.
+                let grows = new_len > old_len || !is_known;
+                let whole = fixed || has(flags, libc::MREMAP_DONTUNMAP) || grows;
                 let kept = if whole { 0 } else { new_len };
                 let from = start.saturating_add(kept);
                 let [from, _] = one_range(from, old_len - kept, InvalidationCause::Remap);
@@ -418,12 +421,16 @@ mod tests {
             unsafe { libc::mmap(std::ptr::null_mut(), 2 * HUGE, libc::PROT_NONE, flags, -1, 0) };
         assert_ne!(at, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
         let (start, whole) = (at.addr() as u64, 2 * HUGE as u64);
+        let area = area::at_or_after(start).expect("readable mappings").expect("mapped");
+        let is_known = area.is_page_size_known;
         let grown =
             affected(Mremap, &[at.addr(), HUGE + 1, 3 * HUGE, libc::MREMAP_MAYMOVE as usize]);
         let shrunk = affected(Mremap, &[at.addr(), 2 * HUGE, 1, 0]);
         // SAFETY: the test made the mapping, and nothing else uses it.
         assert_eq!(unsafe { libc::munmap(at, 2 * HUGE) }, 0);
         assert_eq!(grown, [(start, whole, InvalidationCause::Remap)]);
-        assert_eq!(shrunk, [(start + HUGE as u64, HUGE as u64, InvalidationCause::Remap)]);
+        // A kernel without PROCMAP_QUERY does not report the size of the pages.
+        let lost = if is_known { start + HUGE as u64 } else { start };
+        assert_eq!(shrunk, [(lost, start + whole - lost, InvalidationCause::Remap)]);
     }
 }

@@ -202,7 +202,9 @@ impl UserFaultFd {
                 .remedy("the program has closed the monitor's file: start a new monitor"));
         }
         let page = area.map_or_else(page_size, |area| area.page_size);
-        let whole = range.page_aligned(page);
+        // The pages of the range's mappings may be smaller than `page`, but end with the mappings.
+        let mapped = area.and_then(|area| area.addresses().intersection(range.page_aligned(page)));
+        let whole = mapped.unwrap_or_else(|| range.page_aligned(page));
         let pages = whole.start().0..whole.start().0.saturating_add(whole.len());
         // The invalidator is added before the range is registered, since an event may arrive at
         // once and must notify the invalidator.
