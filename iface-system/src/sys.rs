@@ -35,10 +35,10 @@ pub(crate) fn map_memory(len: usize, flags: MapFlags) -> Result<Mapping, OsErrno
     Mapping::anonymous(len, READ_WRITE, MapFlags::PRIVATE | flags)
 }
 
-/// Maps `len` bytes in pages of 2 MiB. `len` must be a multiple of 2 MiB.
-pub(crate) fn map_huge_pages(len: usize) -> Result<Mapping, OsErrno> {
-    const HUGE_2MB: u32 = 21 << 26;
-    map_memory(len, MapFlags::HUGETLB | MapFlags::from_bits_retain(HUGE_2MB))
+/// Maps `len` bytes in huge pages of `page_size` bytes. `len` must be a multiple of that size.
+pub(crate) fn map_huge_pages(len: usize, page_size: usize) -> Result<Mapping, OsErrno> {
+    let bits = page_size.trailing_zeros() << libc::MAP_HUGE_SHIFT;
+    map_memory(len, MapFlags::HUGETLB | MapFlags::from_bits_retain(bits))
 }
 
 /// Maps the first `len` bytes of a file as shared memory.

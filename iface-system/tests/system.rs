@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 
 use hmem_core::{
     Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind, iface::DmaBufMapping,
+    os_page_sizes,
 };
 use hmem_iface_system::{
     MemFd, System,
@@ -13,8 +14,11 @@ use hmem_iface_system::{
 };
 use support::*;
 
-fn huge_pages() -> u64 {
-    let text = std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+/// Returns the number of free huge pages of `size` bytes.
+fn free_huge_pages(size: usize) -> u64 {
+    let kib = size >> 10;
+    let path = format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB/free_hugepages");
+    let text = std::fs::read_to_string(path);
     text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
 }
 
@@ -75,22 +79,40 @@ fn host_copies_may_overlap_and_are_bounded() {
     assert_eq!(past.unwrap_err().kind(), ErrorKind::OutOfBounds);
 }
 
+/// ARM-02
 #[test]
-fn huge_pages_work_or_the_error_has_a_remedy() {
+fn huge_pages_of_each_size_work_or_the_error_has_a_remedy() {
     let system = System::new();
-    match system.huge_pages(3 << 20) {
-        Ok(allocation) => {
-            assert_eq!(allocation.base().0 % (2 << 20), 0);
-            system.write_bytes(allocation.base(), &pattern(3 << 20, 1)).unwrap();
-            free(&system, &allocation).unwrap();
+    for &size in &os_page_sizes()[1..] {
+        // A page and a half.
+        let len = size as u64 * 3 / 2;
+        match system.huge_pages(len, size) {
+            Ok(allocation) => {
+                assert_eq!(allocation.base().0 % size as u64, 0);
+                assert_eq!(allocation.range.len(), len);
+                system.write_bytes(at(&allocation, len - 100), &pattern(100, 1)).unwrap();
+                free(&system, &allocation).unwrap();
+            }
+            Err(error) => {
+                println!("skipped huge pages of {size} bytes: {error}");
+                assert!(free_huge_pages(size) < 2);
+                assert!(error.is_unavailable());
+                assert!(error.context_value("nr_hugepages").is_some());
+                assert!(error.remedy_text().unwrap().contains("nr_hugepages"));
+            }
         }
-        Err(error) => {
-            println!("skipped huge pages: {error}");
-            assert!(huge_pages() < 2);
-            assert!(error.is_unavailable());
-            assert!(error.context_value("nr_hugepages").is_some());
-            assert!(error.remedy_text().unwrap().contains("nr_hugepages"));
-        }
+    }
+}
+
+/// ARM-02
+#[test]
+fn huge_pages_of_a_size_that_the_kernel_lacks_are_refused() {
+    let base = os_page_sizes()[0];
+    for size in [0, 1, base, base + 1, 3 << 20, usize::MAX] {
+        let error = System::new().huge_pages(1, size).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::BadPageSize);
+        assert_eq!(error.context_value("page_size"), Some(size.to_string().as_str()));
+        assert!(error.remedy_text().is_some());
     }
 }
 

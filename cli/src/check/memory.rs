@@ -6,7 +6,7 @@ use std::{fmt, sync::Arc};
 
 use hmem::{
     Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt, IfaceKind, Place,
-    Result,
+    Result, os_page_sizes,
     system::{MemFd, System},
 };
 
@@ -136,8 +136,16 @@ pub(super) struct HugeBuffer {
 }
 
 impl HugeBuffer {
+    /// Allocates `len` bytes in huge pages of a size of which enough are free. Small pages are tried
+    /// first.
+    ///
+    /// # Errors
+    /// The error of the first size.
     pub(super) fn allocate(system: &Arc<System>, len: u64) -> Result<Self> {
-        Ok(Self { system: Arc::clone(system), allocation: system.huge_pages(len)? })
+        let mut tried = os_page_sizes()[1..].iter().map(|size| system.huge_pages(len, *size));
+        let first = tried.next().unwrap_or_else(|| system.huge_pages(len, 0));
+        let allocation = first.or_else(|why| tried.find_map(Result::ok).ok_or(why))?;
+        Ok(Self { system: Arc::clone(system), allocation })
     }
 }
 

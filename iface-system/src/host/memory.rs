@@ -11,15 +11,12 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
-    Mapping, Result,
+    Mapping, Result, os_page_sizes,
 };
 use rustix::{io::Errno, mm::MapFlags};
 
 use super::{MemFd, System};
 use crate::sys;
-
-const HUGE_PAGE: u64 = 2 << 20;
-const HUGE_PAGES_PATH: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
 /// A block of zeroed memory from the global allocator, which is freed on drop.
 #[derive(Debug)]
@@ -133,28 +130,40 @@ impl System {
         self.add(HostBacking::MemFd(MemFd::new(len)?), len)
     }
 
-    /// Allocates `len` bytes in huge pages of 2 MiB, which belong to this allocation only. The
-    /// allocation has the length `len`, even if that is no multiple of 2 MiB.
+    /// Allocates `len` bytes in huge pages of `page_size` bytes, which belong to this allocation
+    /// only. The allocation has the length `len`, even if that is no multiple of the page size.
     ///
     /// # Errors
+    /// - [`ErrorKind::BadPageSize`]: the kernel has no huge pages of this size.
+    ///   [`os_page_sizes`] returns its page sizes.
     /// - [`ErrorKind::Unavailable`]: too few huge pages are free. The error states how many huge
     ///   pages the machine has, and the remedy.
     /// - [`ErrorKind::ZeroLength`]: `len` is 0.
     /// - Any other error of `mmap`.
-    pub fn huge_pages(&self, len: u64) -> Result<Allocation> {
-        let bytes = checked_len(len, "allocate huge pages")?;
-        let whole = bytes.checked_next_multiple_of(HUGE_PAGE as usize).unwrap_or(usize::MAX);
-        match sys::map_huge_pages(whole) {
+    pub fn huge_pages(&self, len: u64, page_size: usize) -> Result<Allocation> {
+        const OPERATION: &str = "allocate huge pages";
+        let bytes = checked_len(len, OPERATION)?;
+        let sizes = &os_page_sizes()[1..];
+        if !sizes.contains(&page_size) {
+            return Err(Error::new(ErrorKind::BadPageSize, OPERATION)
+                .iface(IfaceKind::SYSTEM)
+                .context("page_size", page_size)
+                .context("os", format_args!("{sizes:?}"))
+                .remedy("use a size of huge pages that the operating system has"));
+        }
+        let whole = bytes.checked_next_multiple_of(page_size).unwrap_or(usize::MAX);
+        match sys::map_huge_pages(whole, page_size) {
             Ok(mapping) => self.add(HostBacking::Mapping(mapping), len),
             Err(errno @ Errno::NOMEM) => {
-                let there_are =
-                    fs::read_to_string(HUGE_PAGES_PATH).unwrap_or_else(|_| "unknown".to_owned());
-                Err(Error::new(ErrorKind::Unavailable, "allocate huge pages")
+                let kib = page_size >> 10;
+                let path = format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages");
+                let there_are = fs::read_to_string(&path).unwrap_or_else(|_| "unknown".to_owned());
+                Err(Error::new(ErrorKind::Unavailable, OPERATION)
                     .errno(errno)
                     .iface(IfaceKind::SYSTEM)
                     .context("length", whole)
                     .context("nr_hugepages", there_are.trim())
-                    .remedy(format!("reserve 2 MiB pages: `echo 64 > {HUGE_PAGES_PATH}` as root")))
+                    .remedy(format!("reserve pages of {kib} KiB: `echo 64 > {path}` as root")))
             }
             Err(errno) => Err(refused(errno, len)),
         }
