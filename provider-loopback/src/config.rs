@@ -1,7 +1,7 @@
 //! The configuration of the NICs of a fabric.
 
 use hmem_core::{
-    Access, MrFlags, MrMode,
+    Access, MrFlags, MrMode, os_page_sizes,
     provider::{Imports, MsgOrder, Nic, ProgressModel, ProviderAttr, WindowType},
 };
 
@@ -71,7 +71,7 @@ impl Default for Config {
             mr_iov_limit: 16,
             max_mr_size: u64::MAX,
             max_mr_count: MAX_REGIONS,
-            page_sizes: page_sizes(),
+            page_sizes: os_page_sizes().to_vec(),
             staged_access: Access::all(),
             imports: Imports {
                 dma_buf: true,
@@ -96,20 +96,4 @@ impl Default for Config {
             unexpected_bytes: 1 << 20,
         }
     }
-}
-
-/// Returns the page sizes of this machine: the base size and those of hugetlbfs.
-fn page_sizes() -> Vec<usize> {
-    let mut sizes = vec![rustix::param::page_size()];
-    if let Ok(folder) = std::fs::read_dir("/sys/kernel/mm/hugepages") {
-        sizes.extend(folder.flatten().filter_map(|entry| {
-            let name = entry.file_name();
-            let kib: usize =
-                name.to_str()?.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
-            kib.checked_mul(1024)
-        }));
-    }
-    sizes.sort_unstable();
-    sizes.dedup();
-    sizes
 }
