@@ -434,6 +434,7 @@ fn iface_without_a_fault_fails_no_behaviour() {
 fn each_fault_of_an_iface_fails_its_behaviour() {
     for (fault, behaviour) in [
         (Fault::ExportOffset, "dma_buf_holds_the_bytes_of_its_range"),
+        (Fault::ExportOffset, "part_inside_a_page_is_reached_to_its_exact_ends"),
         (Fault::AllocationOffset, "dma_buf_has_the_offsets_and_the_length_of_its_range"),
         (Fault::ExportLength, "dma_buf_has_the_offsets_and_the_length_of_its_range"),
         (Fault::QueryPastEnd, "query_claims_exactly_the_allocation"),

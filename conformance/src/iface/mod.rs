@@ -109,6 +109,8 @@ behaviours! {
     part_of_an_allocation_is_reached_by_a_direct_path,
     /// Requirements P2P-06 and BNC-03
     part_of_an_allocation_is_reached_by_staged_copies,
+    /// Requirements ARM-02 and P2P-06
+    part_inside_a_page_is_reached_to_its_exact_ends,
     /// Requirement HM-01
     registration_queries_the_iface_once_per_end,
 }
@@ -117,7 +119,8 @@ behaviours! {
 const LEN: u64 = 256 << 10;
 
 /// Parts of an allocation that the behaviours use, as (offset, length): all of it, some whole
-/// pages, and a range that starts and ends inside pages.
+/// pages, and a range that starts and ends inside pages. With pages of 64 KiB the last one is
+/// inside one page.
 const PARTS: [(u64, u64); 3] = [(0, LEN), (64 << 10, 64 << 10), (70_001, 10_007)];
 
 /// Kinds of memory that the behaviours try to allocate.

@@ -9,7 +9,7 @@ use std::sync::{
 
 use hmem_core::{
     Access, Address, AddressRange, Allocation, CacheAttr, DeviceBuffer, Domain, DomainAttr, Error,
-    ErrorKind, Iface, IfaceKind, MrMode, Path, Promise, Raw, Registry, Result,
+    ErrorKind, Iface, IfaceKind, Iova, MrMode, Path, Promise, Raw, Registry, RemoteKey, Result,
     iface::{
         Allocator, CopyEngine, Device, DmaBufExporter, Facet, HostRegistrar, InboundFlush, Ipc,
         MonitorSource, PeerMemoryExporter, SegmentMap,
@@ -28,7 +28,7 @@ use super::{
 };
 use crate::{
     stale::{DeviceMemory, StaleCounts},
-    trial::{Outcome, Skipped, skip},
+    trial::{Outcome, Skipped, assert_kind, skip},
 };
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
@@ -140,6 +140,48 @@ fn moves_bytes(
     source.close()?;
     assert_bytes(&sink.close()?, &bytes, &format!("read by {}", path.name()));
     endpoint.close().map_err(Error::from)
+}
+
+/// Tests that the key of a part, as a peer receives it, reaches the first and the last byte of the
+/// part and no byte around it.
+pub(super) fn part_inside_a_page_is_reached_to_its_exact_ends(iface: &Arc<dyn Iface>) -> Outcome {
+    let domain = open(iface, P2pPolicy::Enabled);
+    let (offset, len) = PARTS[2];
+    for buffer in buffers(iface)? {
+        let mut expected = pattern(3, LEN);
+        buffer.write(0, &expected).expect("copy in");
+        // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
+        let memory = unsafe { Raw::new(part(&buffer, (offset, len)), Promise::ReadWrite) };
+        let region = domain.register(memory, REMOTE).map_err(Error::from).expect("register");
+        let sent = region.key().expect("key").to_bytes();
+        let key = RemoteKey::from_bytes(&sent).expect("the bytes of a key");
+        for at in [0, len - 1] {
+            push(&domain, &key, at, &[0xEE]).expect("write a byte at one end");
+            expected[(offset + at) as usize] = 0xEE;
+        }
+        for (at, count) in [(len, 1), (len - 1, 2), (u64::MAX, 1), (u64::MAX, 2), (0, len + 1)] {
+            let refused = push(&domain, &key, at, &vec![0xDD; count as usize]);
+            let what = format!("{count} bytes at {at:#x} of a part of {len} bytes");
+            assert_kind(&refused.expect_err(&what), ErrorKind::OutOfBounds, &what);
+        }
+        assert_bytes(&contents(&buffer), &expected, "writes to the ends of a part");
+        region.close().map_err(Error::from).expect("close");
+    }
+    assert_eq!(domain.live(), LiveObjects::default(), "a registration is left");
+    Ok(())
+}
+
+/// Writes bytes at an offset from the start of a key's memory, and returns the result of the
+/// transfer.
+fn push(domain: &Domain, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<u64> {
+    let cq = domain.open_cq(4)?;
+    let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq))?;
+    let peer = endpoint.resolve(&endpoint.name())?;
+    let len = bytes.len() as u64;
+    let source = domain.register(bytes.to_vec(), Access::WRITE)?;
+    let address = Iova(key.base().0.wrapping_add(offset));
+    endpoint.write(&[source.slice(0, len)?], &[RemoteSegment { address, len, key }], peer, 1)?;
+    moved(&*cq)
 }
 
 /// Waits for the next completion, and returns the number of bytes that were transferred. Reading
