@@ -7,6 +7,10 @@ use hmem::{
     MrFlags, Path, Result, fabric::MrAttr, iface::DmaBufExport, iface::DmaBufMapping,
     path::P2pPolicy, system::System,
 };
+use rustix::{
+    fs::{SeekFrom, seek},
+    param::page_size,
+};
 
 use crate::{
     config::{TestConfig, need, needs, over_configs},
@@ -17,6 +21,8 @@ use crate::{
 over_configs! {
     /// MR-13
     a_dma_buf_registers_with_and_without_a_base_address: Pairwise, needs::DMA_BUFS;
+    /// ARM-02, MR-13
+    a_range_may_end_with_its_dma_buf_but_not_after_it: Pairwise, needs::DMA_BUFS;
     /// MR-13
     a_dma_buf_and_a_base_region_exclude_each_other: Pairwise, needs::DMA_BUFS;
     /// MR-13
@@ -87,6 +93,40 @@ fn a_dma_buf_registers_with_and_without_a_base_address(config: &TestConfig) {
     let region = register(&net, attr).expect("register");
     drop(export);
     assert_eq!(net.pull(&net.key(&region), 0, 8).expect("read"), pattern(13, 8));
+}
+
+fn a_range_may_end_with_its_dma_buf_but_not_after_it(config: &TestConfig) {
+    let net = Net::open(config);
+    let (_system, _memory, export) = exported(&net);
+    let before = net.live();
+    // A dma-buf has whole pages, so it is longer than the memory.
+    let size = seek(&export.fd, SeekFrom::End(0)).expect("a dma-buf has a size");
+    assert!(size >= LEN && size.is_multiple_of(page_size() as u64), "{size}");
+    let dma_buf = |offset, len| {
+        let offset = DmaBufOffset(offset);
+        BorrowedDmaBuf { fd: export.fd.as_fd(), offset, len, base_addr: None }
+    };
+    for (offset, len) in [(size - 1, 1), (size - 333, 333), (4099, size - 4099), (0, size)] {
+        let region = register(&net, dma_buf(offset, len)).expect("a range of the dma-buf");
+        let key = net.key(&region);
+        net.push(&key, len - 1, &[0x5A]).expect("write the last byte");
+        assert_eq!(net.pull(&key, len - 1, 1).expect("read the last byte"), [0x5A]);
+        let beyond = net.push(&key, len, &[1]).unwrap_err();
+        assert_eq!(beyond.kind(), net.seen(ErrorKind::OutOfBounds));
+        region.close().expect("close");
+    }
+    for (offset, len) in [(size - 1, 2), (size - 333, 334), (size, 1), (size + 1, 1), (0, size + 1)]
+    {
+        let kind = register(&net, dma_buf(offset, len)).expect_err("past the end").kind();
+        assert!(
+            matches!(
+                kind,
+                ErrorKind::BadAddress | ErrorKind::OutOfBounds | ErrorKind::InvalidArgument
+            ),
+            "{len} bytes at {offset}: {kind}"
+        );
+    }
+    assert_eq!(net.live(), before);
 }
 
 fn a_dma_buf_and_a_base_region_exclude_each_other(config: &TestConfig) {
