@@ -6,13 +6,8 @@ use std::{fs, path::Path, sync::Arc};
 use hmem::{
     Access, AllocationKind, Batch, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, ErrorKind,
     Hmem, Iface, IfaceKind, Iova, MrMode, Promise, RailKeys, Raw, RawKey, RemoteKey, Request,
-    Result,
-    iface::AllocRequest,
-    loopback::Loopback,
-    path::P2pPolicy,
-    provider::{CompletionQueue, EndpointAttr},
-    system::Simulated,
-    transfer::RemoteSegment,
+    Result, iface::AllocRequest, loopback::Loopback, path::P2pPolicy, provider::EndpointAttr,
+    system::Simulated, transfer::RemoteSegment,
 };
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
