@@ -31,13 +31,13 @@ impl Peer {
     }
 }
 
-/// Returns two peers on one fabric. The first has a device with 16 units in a page of the host. A
-/// unit of the second is 512 pages.
+/// Returns two peers on one fabric. The first has a device with 16 units in a page of the host. The
+/// units of the second have 2 MiB.
 fn peers(mr_mode: MrMode) -> [Peer; 2] {
     let page = rustix::param::page_size() as u64;
     let nics = NICS.into_iter().fold(Loopback::builder(), |nics, nic| nics.nic(nic));
     let fabric = Arc::new(nics.needs(mr_mode).build().expect("software NICs"));
-    [(0x121, page / 16), (0x122, 512 * page)].map(|(kind, unit)| {
+    [(0x121, page / 16), (0x122, 2 << 20)].map(|(kind, unit)| {
         let device = Simulated::builder().kind(IfaceKind(kind)).window(1 << 32).segment_len(unit);
         let device: Arc<dyn Iface> = Arc::new(device.build().expect("a device"));
         let hmem = Hmem::builder()
@@ -73,8 +73,8 @@ fn push(near: &Domain, far: &Domain, key: &RemoteKey, at: u64, bytes: &[u8]) -> 
     done.remove(0).result
 }
 
-/// Tests that the key reaches the `len` bytes of its memory to both ends, and no byte beyond. The
-/// memory is at `start` of `buffer`.
+/// Tests that the key reaches its memory to both ends, and no byte beyond. The memory is [`LEN`]
+/// bytes long, and at `start` of `buffer`.
 fn assert_reaches_exactly(
     [near, far]: [&Domain; 2],
     key: &RemoteKey,

@@ -74,4 +74,24 @@ KernelPageSize:        4 kB\n";
         assert!(!covered(0x1000_0000, 0x1000), "ordinary pages");
         assert!(!covered(0x2000_0000, 0x1000), "nothing is mapped there");
     }
+
+    /// ARM-02
+    #[test]
+    fn page_is_huge_if_it_is_longer_than_the_base_page() {
+        for (page_kib, size_kib, huge) in [
+            (4, 64, true),
+            (4, 2048, true),
+            (4, 1 << 20, true),
+            (16, 16, false),
+            (16, 32 << 10, true),
+            (64, 64, false),
+            (64, 2048, true),
+            (64, 512 << 10, true),
+        ] {
+            let smaps = ["10000000-50000000 rw-p", &format!("KernelPageSize: {size_kib} kB")];
+            let lines = smaps.into_iter().map(|line| Ok(line.to_owned()));
+            let found = covered(lines, 0x1000_0001, 0x3fff_ffff, page_kib << 10);
+            assert_eq!(found.expect("no error in the lines"), huge, "{size_kib} on {page_kib}");
+        }
+    }
 }

@@ -136,8 +136,7 @@ pub(super) struct HugeBuffer {
 }
 
 impl HugeBuffer {
-    /// Allocates `len` bytes in huge pages of a size of which enough are free. Small pages are tried
-    /// first.
+    /// Allocates `len` bytes in huge pages of the smallest size of which enough are free.
     ///
     /// # Errors
     /// The error of the first size.

@@ -1,5 +1,5 @@
-//! The host memory of a staging pool: one mapping. It consists of huge pages if the pool fills pages
-//! of a size that the kernel has, and enough of these are free.
+//! The host memory of a staging pool: one mapping. It consists of huge pages if the pool fills
+//! pages of a size that the kernel has, and enough of these are free.
 //!
 //! The mapping lies on the NIC's NUMA node if that node is known and has memory.
 
@@ -10,9 +10,9 @@ use std::ptr;
 use hmem_core::{Error, Mapping, Result, os_page_sizes};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise};
 
-/// Returns those of the page sizes `sizes` whose huge pages suit `len` bytes, largest first. At most
-/// an eighth of their memory is unused, since all of it is pinned. `sizes` are ascending, and the
-/// first is no huge page.
+/// Returns those of the page sizes `sizes` whose huge pages suit `len` bytes, largest first. The
+/// unused memory is at most an eighth of `len`, since all of it is pinned. `sizes` are ascending,
+/// and the first is no huge page.
 fn suitable(len: usize, sizes: &[usize]) -> impl Iterator<Item = usize> {
     let huge = sizes.iter().skip(1).rev().copied();
     huge.filter(move |size| len.next_multiple_of(*size) - len <= len / 8)
