@@ -153,6 +153,31 @@ fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<(u64, bool)> {
     }
 }
 
+/// Rounds `bytes` up to pages of `size` bytes, a power of two. A mask is used, since a division
+/// would dominate the cost of a hook.
+#[inline(always)]
+fn round_up(bytes: u64, size: u64) -> u64 {
+    bytes.checked_add(size - 1).map_or(u64::MAX, |end| end & !(size - 1))
+}
+
+/// Returns the memory that a call of `mremap` with these arguments affects, in a mapping with pages
+/// of `size` bytes. If the size is not known, the pages may be smaller.
+#[inline(always)]
+fn remapped(args: &Args, (size, is_known): (u64, bool)) -> AffectedRanges {
+    let [start, old_len, new_len, _, new, _] = args.map(|arg| arg as u64);
+    let [old_len, new_len] = [old_len, new_len].map(|len| round_up(len, size));
+    let fixed = has(args[3], libc::MREMAP_FIXED);
+    // A mapping that shrinks in place loses only its end. The end begins at a page, so the size of
+    // the pages must be known.
+    let grows = new_len > old_len || !is_known;
+    let whole = fixed || has(args[3], libc::MREMAP_DONTUNMAP) || grows;
+    let kept = if whole { 0 } else { new_len };
+    let from = start.saturating_add(kept);
+    let [from, _] = one_range(from, old_len - kept, InvalidationCause::Remap);
+    let [onto, _] = one_range(new, new_len, InvalidationCause::Replace);
+    [from, onto.filter(|_| fixed)]
+}
+
 impl Function {
     /// Returns the function's name, as errors show it.
     pub(super) const fn name(self) -> &'static str {
@@ -202,10 +227,6 @@ impl Function {
     /// Allocates nothing and takes no lock.
     #[inline(always)]
     pub(super) fn affected(self, args: &Args) -> AffectedRanges {
-        // Page sizes are powers of two. A mask is used, since a division would dominate the cost.
-        let round_up = |bytes: u64, size: u64| {
-            bytes.checked_add(size - 1).map_or(u64::MAX, |end| end & !(size - 1))
-        };
         let page = sys::page_size();
         let pages = |bytes: u64| round_up(bytes, page);
         let [start, len, ..] = args.map(|arg| arg as u64);
@@ -222,20 +243,8 @@ impl Function {
             // kernel can read it safely. So all memory counts as affected.
             Self::ProcessMadvise => one_range(0, u64::MAX, InvalidationCause::Discard),
             Self::Mremap => {
-                let [old, old_len, new_len, flags, new, _] = *args;
-                let huge = huge_of_mapped(old, [old_len, new_len]);
-                let (size, is_known) = huge.unwrap_or((page, true));
-                let [old_len, new_len] = [old_len, new_len].map(|len| round_up(len as u64, size));
-                let fixed = has(flags, libc::MREMAP_FIXED);
-                // A mapping that shrinks in place loses only its end. The end begins at a page, so
-                // the size of the pages must be known.
-                let grows = new_len > old_len || !is_known;
-                let whole = fixed || has(flags, libc::MREMAP_DONTUNMAP) || grows;
-                let kept = if whole { 0 } else { new_len };
-                let from = start.saturating_add(kept);
-                let [from, _] = one_range(from, old_len - kept, InvalidationCause::Remap);
-                let [onto, _] = one_range(new as u64, new_len, InvalidationCause::Replace);
-                [from, onto.filter(|_| fixed)]
+                let huge = huge_of_mapped(args[0], [args[1], args[2]]);
+                remapped(args, huge.unwrap_or((page, true)))
             }
             Self::Brk => {
                 // SAFETY: for an address below the heap, the kernel returns the break and changes
@@ -394,6 +403,23 @@ mod tests {
         let nothing = [0x10000, 0, 4, 0, 0, 0];
         let affected = Function::Madvise.affected(&nothing);
         assert!(Function::Madvise.range_of_events(&nothing, &affected).is_none());
+    }
+
+    /// ARM-02
+    #[test]
+    fn shrunk_mapping_of_huge_pages_of_unknown_size_is_affected_whole() {
+        const MIB: usize = 1 << 20;
+        let shrink = [1 << 30, 512 * MIB, 32 * MIB, libc::MREMAP_MAYMOVE as usize, 0, 0];
+        let affected = |size| {
+            let [from, onto] = remapped(&shrink, size);
+            assert!(onto.is_none());
+            from.map(|(range, cause)| (range.start().0, range.len(), cause))
+        };
+        let range =
+            |start: usize, len: usize| Some((start as u64, len as u64, InvalidationCause::Remap));
+        assert_eq!(affected((2 << 20, true)), range((1 << 30) + 32 * MIB, 480 * MIB));
+        assert_eq!(affected((512 << 20, true)), None, "the kernel rounds up, and nothing shrinks");
+        assert_eq!(affected((512 << 20, false)), range(1 << 30, 512 * MIB));
     }
 
     /// The test only maps huge pages without reserving or touching them, so the machine needs none.
