@@ -25,7 +25,6 @@ const OTHERS: &[(&str, &str, &str)] = &[
     ("core/src/access.rs", "REMOTE_READ", "a bit of libfabric's flags"),
     ("core/src/domain/cached.rs", "MOST_UNGROWABLE", "a number of ranges"),
     ("core/src/wiped.rs", "align_of", "a limit below every page size"),
-    ("iface-accelerators/src/", "const PAGE", "the unit of a vendor's driver"),
     ("iface-rocr/src/sys.rs", "HSA_STATUS_ERROR", "a status code"),
     ("iface-system/src/monitor/userfaultfd/discards.rs", "PENDING", "a number of ranges"),
     ("iface-system/src/monitor/userfaultfd/sys.rs", "WP_HUGETLBFS_SHMEM", "a feature bit"),

@@ -8,7 +8,7 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, DeviceId, Error, ErrorKind, IfaceKind, Result,
+    Address, AddressRange, DeviceId, Error, IfaceKind, Result,
     cause::RefusalCause,
     iface::{Device, Facet},
 };
@@ -20,10 +20,6 @@ use super::{
     error::{NEURON, check, coded, refusal},
     sys::{self, Functions, NrtStatus},
 };
-
-/// Length of a page in bytes. The iface allocates tensors of whole pages, since the kernel driver
-/// maps whole pages only.
-const PAGE: u64 = 4096;
 
 /// Pointer to a tensor of the runtime (`nrt_tensor_t *`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -193,9 +189,9 @@ unsafe impl Driver for Runtime {
     }
 
     /// Returns true if the runtime is started. No call of the runtime reports that, so this method
-    /// allocates a page and frees it. A refusal for lack of memory also shows a started runtime.
+    /// allocates a tensor and frees it. A refusal for lack of memory also shows a started runtime.
     fn is_active(&self, device: DeviceId) -> Result<bool> {
-        match self.new_tensor(device, PAGE) {
+        match self.new_tensor(device, 64) {
             Ok(tensor) => {
                 self.free_tensor(tensor);
                 Ok(true)
@@ -207,10 +203,7 @@ unsafe impl Driver for Runtime {
     }
 
     fn allocate(&self, device: DeviceId, len: u64) -> Result<(Address, Tensor)> {
-        let whole = len
-            .checked_next_multiple_of(PAGE)
-            .ok_or_else(|| NEURON.error(ErrorKind::OutOfResources, "allocate"))?;
-        let tensor = self.allocate_tensor(device, whole)?;
+        let tensor = self.allocate_tensor(device, len)?;
         // SAFETY: the call above returned the tensor.
         match unsafe { self.range_of(tensor) } {
             Ok(range) => Ok((range.start(), tensor)),

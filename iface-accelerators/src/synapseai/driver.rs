@@ -26,8 +26,6 @@ use super::{
 
 /// The number that SynapseAI gives to the only device of a process.
 const DEVICE: u32 = 0;
-/// Page size of the kernel driver in bytes. The driver exports whole pages only.
-const PAGE: u64 = 4096;
 /// `O_RDWR | O_CLOEXEC`, the flags that libhl-thunk accepts.
 const EXPORT_FLAGS: u32 = 0o2 | 0o2000000;
 
@@ -202,12 +200,9 @@ unsafe impl Driver for Synapse {
 
     fn allocate(&self, _: DeviceId, len: u64) -> Result<(Address, ())> {
         self.device()?;
-        let whole = len
-            .checked_next_multiple_of(PAGE)
-            .ok_or_else(|| SYNAPSEAI.error(ErrorKind::OutOfResources, "allocate"))?;
         let mut address = 0;
         // SAFETY: `address` is writable; with address 0 the runtime chooses one.
-        let code = unsafe { (self.functions.device_malloc)(DEVICE, whole, 0, 0, &mut address) };
+        let code = unsafe { (self.functions.device_malloc)(DEVICE, len, 0, 0, &mut address) };
         check(code, "synDeviceMalloc")?;
         if address == 0 {
             return Err(SYNAPSEAI

@@ -93,7 +93,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The error that the driver reported.
     fn is_active(&self, device: DeviceId) -> Result<bool>;
 
-    /// Allocates device memory.
+    /// Allocates `len` bytes of device memory, which are whole pages of the host.
     ///
     /// # Errors
     /// - Unavailable if the vendor's runtime was not started.

@@ -352,7 +352,11 @@ impl<D: Driver> Allocator for Announced<D> {
             (kind != AllocationKind::Device).then_some("the iface allocates device memory only");
         Self::ERRORS.allocate(request, unsupported, || {
             self.free_lingering();
-            let (address, handle) = self.driver.allocate(device, len)?;
+            // The drivers map and export whole pages of the host only.
+            let whole = len
+                .checked_next_multiple_of(rustix::param::page_size() as u64)
+                .ok_or_else(|| Self::ERRORS.error(ErrorKind::OutOfResources, OPERATION))?;
+            let (address, handle) = self.driver.allocate(device, whole)?;
             let entered = AddressRange::new(address, len).and_then(|range| {
                 let block = Block { range, device, handle };
                 self.table.insert(OPERATION, block, AnnouncedOrigin::Allocated)

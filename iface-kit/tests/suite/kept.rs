@@ -83,7 +83,7 @@ fn first_generation_gaudi_is_refused() {
 type Once = Option<Box<dyn FnOnce() + Send>>;
 
 /// A driver that reports its dma-bufs as in use while the flag `used` is set. Its allocations are
-/// addresses without memory, and its dma-bufs are files.
+/// addresses without memory of whole pages of the host, and its dma-bufs are files.
 #[derive(Default)]
 pub(crate) struct Flagged {
     pub(crate) used: Arc<AtomicBool>,
@@ -118,7 +118,8 @@ unsafe impl Driver for Flagged {
         Ok(true)
     }
 
-    fn allocate(&self, _: DeviceId, _: u64) -> Result<(Address, ())> {
+    fn allocate(&self, _: DeviceId, len: u64) -> Result<(Address, ())> {
+        assert!(len.is_multiple_of(rustix::param::page_size() as u64), "{len} bytes");
         let mut live = self.live.lock().expect("no panic");
         let address = live.last().copied().unwrap_or(0) + (1 << 20);
         live.push(address);
@@ -148,6 +149,21 @@ unsafe impl Driver for Flagged {
     fn others_use(&self, _: BorrowedFd<'_>) -> bool {
         self.used.load(Ordering::Relaxed)
     }
+}
+
+/// ARM-02, HM-06
+///
+/// The kernel drivers of Neuron and Gaudi export whole pages of the host only.
+#[test]
+fn driver_allocates_whole_pages_for_memory_of_any_length() {
+    let iface = Announced::new(Flagged::default()).expect("open");
+    for len in [1, 4096, 4097, 100_000] {
+        let own = allocate(&iface, len);
+        assert_eq!(own.range.len(), len);
+        free(&iface, &own).expect("free");
+    }
+    let error = iface.allocate(&crate::world::request(u64::MAX)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfResources);
 }
 
 /// HM-06
