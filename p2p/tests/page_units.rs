@@ -15,7 +15,9 @@ use hmem_core::{
 use hmem_iface_system::{DeviceCall, DmaBufKind, Simulated};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_loopback::Loopback;
-use path_support::{ALL_IMPORTS, Bench, close, register_range, vendor::Vendor, wire::Wire};
+use path_support::{
+    ALL_IMPORTS, Bench, close, page_size, register_range, vendor::Vendor, wire::Wire,
+};
 
 const IMPORTS: Imports =
     Imports { pcie_mapping_first: Some(false), peer_memory: false, ..ALL_IMPORTS };
@@ -23,7 +25,7 @@ const IMPORTS: Imports =
 /// Returns units from a sixteenth of a host page, which is 4 KiB on a kernel with pages of 64 KiB,
 /// to 2 MiB. The unit of one and a half pages begins inside every other page.
 fn units() -> [u64; 7] {
-    let page = rustix::param::page_size() as u64;
+    let page = page_size();
     [page / 16, page / 2, page, 3 * page / 2, 2 * page, 16 * page, 2 << 20]
 }
 
@@ -150,7 +152,7 @@ fn export_widens_to_whole_units_of_any_length_and_the_decision_says_so() {
 /// pages have more units than that.
 #[test]
 fn range_with_more_units_than_the_nic_registers_is_refused_with_the_reason() {
-    let page = rustix::param::page_size() as u64;
+    let page = page_size();
     let bench = bench(page / 16);
     let buffer = bench.buffer_of(AllocationKind::Virtual, DeviceId(0), 2 * page);
     let range = buffer.range().slice(3, page + 100).expect("a part");

@@ -437,7 +437,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         (
             "too-many-segments",
             Scene {
-                size: 17 * PAGE,
+                size: 17 * page_size(),
                 whole: Some(|| Some(cuda("CUDA_ERROR_INVALID_VALUE", 1))),
                 ..Scene::cuda()
             },
