@@ -104,7 +104,7 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
 
 fn hmem(kind: Option<HostMonitorKind>) -> Hmem {
     let loopback =
-        Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a software NIC");
+        Loopback::builder().remap_policy(RemapPolicy::Follow).build().expect("a software NIC");
     let builder = Hmem::builder().without_vendor_ifaces().provider(loopback);
     match kind {
         Some(kind) => builder.cache_monitor(kind),

@@ -488,7 +488,9 @@ fn check_of_an_unavailable_iface_fails_with_the_reason() {
             .find(|skipped| skipped["what"] == format!("iface {name}"))
             .expect("skipped");
         let why = why["why"].as_str().unwrap_or_default();
-        assert!(why.contains(&format!("HMEM_{}_LIBRARY", name.to_uppercase())), "{why}");
+        // A library that is installed but finds no device is named.
+        let variable = format!("HMEM_{}_LIBRARY", name.to_uppercase());
+        assert!(why.contains(&variable) || why.contains("library="), "{why}");
     }
 }
 

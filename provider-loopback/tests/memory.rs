@@ -264,13 +264,8 @@ fn pinned_region_needs_pages_and_unpins_them_at_close() {
     );
     assert_eq!(domain.live().regions, 0);
     let buffer = Buffer::new(100);
-    // More regions than the buffer table of one io_uring can hold.
-    let regions: Vec<_> = (0..5000)
-        .map(|key| RegAttr::key(key).register(&*domain, &[host(buffer.range(), false)]).unwrap())
-        .collect();
-    for region in regions {
-        domain.deregister(region).unwrap();
-    }
+    let region = RegAttr::key(1).register(&*domain, &[host(buffer.range(), false)]).unwrap();
+    domain.deregister(region).unwrap();
     assert_eq!(domain.live().bytes, 0);
 }
 

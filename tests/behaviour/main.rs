@@ -30,5 +30,7 @@ mod threads;
 mod transfers;
 mod window;
 
+#[path = "../machine/mod.rs"]
+mod machine;
 #[path = "../../examples/plug_in_iface.rs"]
 mod plug_in_iface;

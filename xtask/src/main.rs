@@ -129,6 +129,11 @@ const TASKS: &[Task] = &[
         ])],
     },
     Task {
+        name: "machines",
+        about: "the tests as on other machines: packages, users, containers (root; see --help)",
+        steps: &[step(&["tests/machines/run"])],
+    },
+    Task {
         name: "loom",
         about: "models of the registration cache's races",
         steps: &[Step {
