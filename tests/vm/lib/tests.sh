@@ -6,9 +6,11 @@ mark="@@hmem-vm-$$-$RANDOM@@"
 cargo_folder=${CARGO_TARGET_DIR:-$repository/target}
 
 # Prints one line of arguments to `cargo test` (`cargo bench` with --bench) for each set of
-# binaries. The first two lines with --workspace run as on a machine without RDMA devices.
+# binaries. The lines with --workspace and --package run as on a machine without RDMA devices.
 suite() {
-    if [[ $workspace ]]; then
+    if [[ $chosen_packages ]]; then
+        echo "$chosen_packages"
+    elif [[ $workspace ]]; then
         echo "--workspace"
         echo "--manifest-path tests/allocators/Cargo.toml"
     fi
@@ -49,7 +51,7 @@ build_tests() {
     while IFS= read -r line; do
         read -ra arguments <<<"$line"
         devices=devices
-        [[ $line != --workspace && $line != *allocators* ]] || devices=none
+        [[ $line != --workspace && $line != "$chosen_packages" && $line != *allocators* ]] || devices=none
         say "building: cargo $verb ${arguments[*]}"
         (cd "$repository" && { [[ $line != *sideway* ]] || use_sideway_tools; } &&
             cargo $verb --quiet --no-run --message-format=json-render-diagnostics \
