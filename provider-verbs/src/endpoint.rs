@@ -25,9 +25,10 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::{
     completion::canceled,
-    connection::{PeerName, QueuePair},
+    connection::QueuePair,
     domain_state::DomainState,
     in_flight::{Arrival, Awaited, InFlight, RequestOwner, WorkRequests},
+    peer_name::PeerName,
     port::Port,
     post::{PostState, Poster},
     queue::{CqState, Queues},

@@ -52,7 +52,7 @@
 //!
 //! - `sys`, `huge`: functions and layouts of libibverbs; huge pages
 //! - `split`: arithmetic of cuts
-//! - `access`, `raw_key`: rights and raw keys
+//! - `access`, `peer_name`, `raw_key`: rights, names of endpoints, raw keys
 //! - `errors`, `completion`: the reports of drivers
 //! - `library`
 //! - `device`
@@ -108,6 +108,7 @@ mod in_flight;
 mod library;
 mod mr;
 mod parallel;
+mod peer_name;
 mod port;
 mod post;
 mod provider;
