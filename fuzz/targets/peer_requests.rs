@@ -4,8 +4,8 @@
 use std::sync::{Arc, LazyLock};
 
 use hmem::{
-    Access, Addressing, Atomic, Domain, DomainAttr, Endpoint, Hmem, Iova, MrMode, Region, RegionSlice,
-    RemoteKey, Request, Type1Window, Type2Bind, Type2Kind,
+    Access, Addressing, Atomic, Domain, DomainAttr, Endpoint, Hmem, Iova, MrMode, Region,
+    RegionSlice, RemoteKey, Request, Type1Window, Type2Bind, Type2Kind,
     loopback::Loopback,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{AtomicOp, AtomicType, PeerId, RemoteSegment},
@@ -133,10 +133,12 @@ impl Target {
     /// Returns the region and the offset that an access may reach, or `None` if no key grants it.
     fn allows(&self, access: Access, segment: (u64, u64), len: u64) -> Option<(usize, usize)> {
         let (number, address) = segment;
-        self.granted.iter().filter(|granted| granted.access.intersects(access)).find_map(|granted| {
-            let offset = granted.covers(number, address, len)?;
-            Some((granted.region, offset as usize))
-        })
+        self.granted.iter().filter(|granted| granted.access.intersects(access)).find_map(
+            |granted| {
+                let offset = granted.covers(number, address, len)?;
+                Some((granted.region, offset as usize))
+            },
+        )
     }
 }
 
@@ -206,8 +208,7 @@ impl Peer {
                 let compare = op.compares().then(|| self.slice(asked.offset, asked.len));
                 // The old values replace the operands, so that all slices are inside the region.
                 let result = (data & 2 == 2 || compare.is_some()).then(|| local[0]);
-                let atomic =
-                    Atomic { op, datatype, remote, operand: local[0], result, compare };
+                let atomic = Atomic { op, datatype, remote, operand: local[0], result, compare };
                 endpoint.atomic(&atomic, self.to, 0)
             }
         }

@@ -47,7 +47,9 @@ static SERVER: LazyLock<SocketAddr> = LazyLock::new(|| {
     let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|free| free.local_addr());
     let address = free.expect("a free port");
     let port = address.port().to_string();
-    thread::spawn(move || run(&["--server", "--persistent", "--bind", "127.0.0.1", "--port", &port]));
+    thread::spawn(move || {
+        run(&["--server", "--persistent", "--bind", "127.0.0.1", "--port", &port])
+    });
     while TcpStream::connect(address).is_err() {
         thread::yield_now();
     }

@@ -3,8 +3,8 @@
 use std::{sync::LazyLock, time::Duration};
 
 use hmem::{
-    Access, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, Iova, MrMode, RawKey, Region,
-    Request,
+    Access, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Hmem, Iova, MrMode, RawKey,
+    Region, Request,
     loopback::Loopback,
     provider::{CompletionQueue, EndpointAttr},
     transfer::PeerId,
@@ -69,7 +69,8 @@ fn use_key(raw: &RawKey) -> Verdict {
     let Raw { queue, endpoint, itself, local, domain, region, key } = &*RAW;
     let mapped = domain.map_raw(Iova(0), LEN, raw).map_err(refusal)?;
     let slice = local.slice(0, LEN).expect("the whole region");
-    endpoint.read(&[slice], &[mapped.slice(0, LEN).expect("the whole key")], *itself, 0)
+    endpoint
+        .read(&[slice], &[mapped.slice(0, LEN).expect("the whole key")], *itself, 0)
         .expect("a post");
     let mut done = Vec::new();
     queue.wait(&mut done, 1, Duration::MAX).expect("a completion");

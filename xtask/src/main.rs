@@ -192,6 +192,11 @@ const TASKS: &[Task] = &[
         ],
     },
     Task {
+        name: "fuzz",
+        about: "fuzzes every parser of outside bytes, 10 minutes each (arguments: see --help)",
+        steps: &[step(&["fuzz/run"])],
+    },
+    Task {
         name: "aarch64",
         about: "all tests in an emulated aarch64 machine, with pages of 4 and then 16 KiB",
         steps: &[
