@@ -1,4 +1,4 @@
-//! Replays the committed inputs of the fuzz targets (`fuzz/corpus`). The fuzzer itself is `fuzz/run`.
+//! Replays the committed inputs of the fuzz targets (`fuzz/corpus`). `fuzz/run` is the fuzzer.
 
 #[path = "../../fuzz/targets/mod.rs"]
 mod targets;

@@ -20,7 +20,8 @@ use super::{Verdict, refusal, with_crc};
 struct Exporter {
     iface: Arc<dyn Iface>,
     handle: IpcHandle,
-    _memory: DeviceBuffer,
+    /// The memory of a device. That of the host lives as long as its iface.
+    _memory: Option<DeviceBuffer>,
 }
 
 const LEN: u64 = 8192;
@@ -38,23 +39,25 @@ static EXPORTERS: LazyLock<Vec<Exporter>> = LazyLock::new(|| {
     let rocr = Rocr::builder().functions(rocr.expect("the table")).open().expect("a GPU");
     let ze = LevelZero::builder().functions(ze.expect("the table")).open().expect("a GPU");
     let simulated = Simulated::builder().build().expect("a device");
-    let ifaces: [(Arc<dyn Iface>, AllocationKind); 5] = [
-        (Arc::new(System::new()), AllocationKind::Host),
-        (Arc::new(simulated), AllocationKind::Device),
-        (Arc::new(cuda), AllocationKind::Device),
-        (Arc::new(rocr), AllocationKind::Device),
-        (Arc::new(ze), AllocationKind::Device),
-    ];
-    ifaces.into_iter().map(|(iface, kind)| Exporter::new(iface, kind)).collect()
+    let system = System::new();
+    let memory = system.memfd(LEN).expect("host memory");
+    let devices: [Arc<dyn Iface>; 4] =
+        [Arc::new(simulated), Arc::new(cuda), Arc::new(rocr), Arc::new(ze)];
+    let host = Exporter::new(Arc::new(system), &memory, None);
+    let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };
+    let devices = devices.into_iter().map(|iface| {
+        let memory = DeviceBuffer::allocate(&iface, &request).expect("memory");
+        let allocation = *memory.allocation();
+        Exporter::new(iface, &allocation, Some(memory))
+    });
+    [host].into_iter().chain(devices).collect()
 });
 
 impl Exporter {
-    fn new(iface: Arc<dyn Iface>, kind: AllocationKind) -> Self {
-        let request = AllocRequest { len: LEN, device: DeviceId(0), kind };
-        let memory = DeviceBuffer::allocate(&iface, &request).expect("memory");
+    fn new(iface: Arc<dyn Iface>, allocation: &Allocation, _memory: Option<DeviceBuffer>) -> Self {
         let ipc = iface.ipc().expect("the iface shares memory");
-        let handle = ipc.export(memory.allocation()).expect("a handle");
-        Self { iface, handle, _memory: memory }
+        let handle = ipc.export(allocation).expect("a handle");
+        Self { iface, handle, _memory }
     }
 
     /// Opens a handle, reads the memory's first and last bytes, and closes it.
