@@ -9,7 +9,7 @@ use hmem::{
     iface::{
         AllocRequest, Allocator, Device, DmaBufExporter, Facet, Ipc, MonitorSource, SegmentMap,
     },
-    loopback::{Loopback, Progress, RemapPolicy},
+    loopback::{Faults, Loopback, Progress, RemapPolicy},
     system::{DmaBufKind, FreeDetection, Simulated, System},
 };
 use hmem_conformance::Suite;
@@ -47,26 +47,48 @@ fn main() -> ExitCode {
     #[cfg(feature = "synapseai")]
     synapseai(&mut suite);
 
-    let hardware = MrMode::LOCAL | MrMode::ALLOCATED | MrMode::HMEM | MrMode::BASIC_MEANS;
-    for (name, mode) in [
-        ("loopback", MrMode::empty()),
-        ("loopback-hardware", hardware),
-        ("loopback-raw", MrMode::RAW),
-        ("loopback-notify", MrMode::MMU_NOTIFY),
-        ("loopback-rma-event", MrMode::RMA_EVENT),
-        ("loopback-endpoint", MrMode::ENDPOINT),
-    ] {
-        suite.provider(name, move || Ok(Arc::new(Loopback::builder().needs(mode).build()?)));
-    }
-    suite.provider("loopback-pinned", move || {
-        let builder =
-            Loopback::builder().needs(hardware).key_size(4).remap_policy(RemapPolicy::Pinned);
-        Ok(Arc::new(builder.cq_data_size(4).progress(Progress::Thread).build()?))
-    });
+    software_nics(&mut suite);
     suite.provider("plug-in", || Ok(Arc::new(plug_in_provider::CopyNic::default())));
     #[cfg(feature = "verbs")]
     verbs(&mut suite);
     suite.run()
+}
+
+/// Adds tests of the software NIC in every mode. Key size, progress and pages vary, so that any two
+/// values of two of these dimensions occur together.
+fn software_nics(suite: &mut Suite) {
+    let hardware = MrMode::LOCAL | MrMode::ALLOCATED | MrMode::HMEM | MrMode::BASIC_MEANS;
+    let modes = [
+        ("default", MrMode::empty()),
+        ("local", MrMode::LOCAL),
+        ("raw", MrMode::RAW),
+        ("virt-addr", MrMode::VIRT_ADDR),
+        ("allocated", MrMode::ALLOCATED),
+        ("prov-key", MrMode::PROV_KEY),
+        ("notify", MrMode::MMU_NOTIFY),
+        ("rma-event", MrMode::RMA_EVENT),
+        ("endpoint", MrMode::ENDPOINT),
+        ("hmem", MrMode::HMEM),
+        ("collective", MrMode::COLLECTIVE),
+        ("basic", MrMode::BASIC_MEANS),
+        ("hardware", hardware),
+    ];
+    for (number, (name, mode)) in modes.into_iter().enumerate() {
+        for other in [0, 1] {
+            let key_size = [8, 4][other];
+            let progress = [Progress::ByHand, Progress::Thread][(number + other) % 2];
+            let pages = [RemapPolicy::Follow, RemapPolicy::Pinned][(number / 2 + other) % 2];
+            let name = format!("loopback-{name}-{}", 8 * key_size);
+            suite.controlled_provider(&name, move || {
+                let faults = Faults::new();
+                let builder = Loopback::builder().needs(mode).key_size(key_size).faults(&faults);
+                let builder = builder.progress(progress).remap_policy(pages);
+                let data = if mode == MrMode::COLLECTIVE { 0 } else { key_size };
+                let nic = builder.cq_data_size(data).build()?;
+                Ok((Arc::new(nic), Arc::new(faults)))
+            });
+        }
+    }
 }
 
 /// Adds tests of the CUDA iface: over the fake driver with each profile (set of simulated

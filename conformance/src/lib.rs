@@ -45,7 +45,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `bytes`, `stale`, `trial`
+//! - `bytes`, `control`, `stale`, `trial`
 //! - `iface`, `provider`
 //! - `suite`
 //!
@@ -66,6 +66,8 @@
 #[cfg(feature = "suite")]
 mod bytes;
 #[cfg(feature = "suite")]
+mod control;
+#[cfg(feature = "suite")]
 mod iface;
 #[cfg(feature = "suite")]
 mod provider;
@@ -76,7 +78,9 @@ mod suite;
 mod trial;
 
 #[cfg(feature = "suite")]
-pub use suite::{Suite, Trial, iface, provider};
+pub use control::{Call, TestControl};
+#[cfg(feature = "suite")]
+pub use suite::{Controlled, Suite, Trial, iface, provider};
 
 #[cfg(all(doctest, feature = "suite"))]
 #[doc = include_str!("../../docs/adding-an-iface.md")]

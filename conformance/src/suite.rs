@@ -8,6 +8,8 @@ use hmem_core::{Iface, Result, provider::Provider};
 pub use libtest_mimic::Trial;
 use libtest_mimic::{Arguments, Completion};
 
+use crate::{control::TestControl, provider::Subject};
+
 /// Returns one trial for each behaviour of an iface.
 ///
 /// Each trial calls `make` once. `make` returns an iface without allocations. If `make` fails with
@@ -27,8 +29,18 @@ pub fn iface(make: impl Fn() -> Result<Arc<dyn Iface>> + Send + Sync + 'static) 
 pub fn provider(
     make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static,
 ) -> Vec<Trial> {
-    crate::trial::all("", crate::provider::BEHAVIOURS, make)
+    crate::trial::all("", crate::provider::BEHAVIOURS, uncontrolled(make))
 }
+
+/// Wraps a function that makes a provider without control over it.
+fn uncontrolled(
+    make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static,
+) -> impl Fn() -> Result<Subject> + Send + Sync + 'static {
+    move || Ok(Subject { provider: make()?, control: None })
+}
+
+/// A provider and a control over it.
+pub type Controlled = (Arc<dyn Provider>, Arc<dyn TestControl>);
 
 /// A test binary for ifaces and providers. It accepts the same arguments as other Rust test
 /// binaries.
@@ -63,6 +75,21 @@ impl Suite {
         make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static,
     ) {
         let prefix = format!("{name}::");
+        let make = uncontrolled(make);
+        self.trials.extend(crate::trial::all(&prefix, crate::provider::BEHAVIOURS, make));
+    }
+
+    /// Like [`Suite::provider`], for a provider that tests can control.
+    pub fn controlled_provider(
+        &mut self,
+        name: &str,
+        make: impl Fn() -> Result<Controlled> + Send + Sync + 'static,
+    ) {
+        let prefix = format!("{name}::");
+        let make = move || {
+            let (provider, control) = make()?;
+            Ok(Subject { provider, control: Some(control) })
+        };
         self.trials.extend(crate::trial::all(&prefix, crate::provider::BEHAVIOURS, make));
     }
 

@@ -2,6 +2,7 @@
 
 use std::{
     any::Any,
+    fmt::Display,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, PoisonError},
 };
@@ -22,16 +23,47 @@ pub(crate) fn skip<T>(reason: impl Into<String>) -> std::result::Result<T, Skipp
     Err(Skipped(reason.into()))
 }
 
+/// A return type of a test: nothing if the test cannot skip, or an outcome.
+pub(crate) trait IntoOutcome {
+    fn into_outcome(self) -> Outcome;
+}
+
+impl IntoOutcome for () {
+    fn into_outcome(self) -> Outcome {
+        Ok(())
+    }
+}
+
+impl IntoOutcome for Outcome {
+    fn into_outcome(self) -> Outcome {
+        self
+    }
+}
+
+/// Runs a test. If it panics, panics with the label in front of the message.
+pub(crate) fn labeled(label: &dyn Display, test: impl FnOnce() -> Outcome) -> Outcome {
+    catch_unwind(AssertUnwindSafe(test))
+        .unwrap_or_else(|panic| panic!("{label}: {}", text(&*panic)))
+}
+
 /// The name of a behaviour, the doc comment that lists the requirements behind it, and the function
-/// that tests it on a new iface or provider.
-pub(crate) type Behaviour<B> = (&'static str, &'static str, fn(&Arc<B>) -> Outcome);
+/// that tests it on a new back end.
+pub(crate) type Behaviour<B> = (&'static str, &'static str, fn(&B) -> Outcome);
 
 /// Defines the constant `BEHAVIOURS`, a list of behaviours. The doc comment before a name has the
-/// ids of the requirements (`docs/requirements.md`) that the behaviour tests, if any.
+/// ids of the requirements (`docs/requirements.md`) that the behaviour tests, if any. With `cases`,
+/// a behaviour runs in each case of a provider that has the properties after its name.
 macro_rules! behaviours {
     ($backend:ty: $($(#[doc = $doc:literal])* $name:ident,)*) => {
         pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<$backend>] =
             &[$((stringify!($name), concat!($($doc),*), $name),)*];
+    };
+    (cases: $($(#[doc = $doc:literal])* $name:ident $(, $need:ident)*;)*) => {
+        pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<Subject>] = &[$((
+            stringify!($name),
+            concat!($($doc),*),
+            |subject| Case::each(subject, &[$(needs::$need),*], $name),
+        ),)*];
     };
 }
 pub(crate) use behaviours;
@@ -55,10 +87,10 @@ static TURN: Mutex<()> = Mutex::new(());
 
 /// Returns a trial for each behaviour. The names of the trials are those of the behaviours, with
 /// `prefix` in front. `make` makes an iface or provider, as [`crate::iface()`] explains.
-pub(crate) fn all<B: ?Sized + 'static>(
+pub(crate) fn all<B: 'static>(
     prefix: &str,
     behaviours: &'static [Behaviour<B>],
-    make: impl Fn() -> Result<Arc<B>> + Send + Sync + 'static,
+    make: impl Fn() -> Result<B> + Send + Sync + 'static,
 ) -> Vec<Trial> {
     let make = Arc::new(make);
     let trial = |&(name, requirements, test): &Behaviour<B>| {

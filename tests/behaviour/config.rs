@@ -205,8 +205,6 @@ pub(crate) enum ConfigSet {
     /// Every mode with every memory and path. The other dimensions vary so that any two values of
     /// two dimensions occur together.
     Pairwise,
-    /// Every mr_mode, over host memory.
-    EveryMode,
     /// Every combination of memory, path, progress mode and page handling, in the default mode with
     /// 64-bit keys.
     DefaultMode,
@@ -222,9 +220,6 @@ impl ConfigSet {
         match self {
             Self::Every => product(&MODES, &PLACES, &KEY_SIZES),
             Self::Pairwise => pairs(),
-            Self::EveryMode => {
-                MODES.iter().map(|mode| TestConfig::PLAIN.with_mode(*mode)).collect()
-            }
             Self::DefaultMode => product(&[DEFAULT], &PLACES, &[8]),
             Self::Single => vec![TestConfig::PLAIN],
             Self::HardwareMode => vec![TestConfig::PLAIN.with_mode(HARDWARE)],
@@ -352,29 +347,9 @@ pub(crate) mod needs {
     );
     pub(crate) const DEVICE: Need =
         need("system memory", "the behaviour concerns device memory", |config| !config.is_system());
-    pub(crate) const FOLLOW: Need =
-        need("pinned pages", "pages must be present when they are pinned", |config| {
-            config.pages == RemapPolicy::Follow
-        });
-    pub(crate) const PINNED: Need =
-        need("followed pages", "the behaviour concerns pinned pages", |config| {
-            config.pages == RemapPolicy::Pinned
-        });
-    pub(crate) const BY_HAND: Need =
-        need("progress by thread", "the test steps transfers itself", |config| {
-            config.progress == Progress::ByHand
-        });
     pub(crate) const KEYS_AT_HAND: Need =
         need("mode RAW", "keys are exchanged raw: MODE-04 and KEY-04 show it", |config| {
             !config.has(MrMode::RAW)
-        });
-    pub(crate) const OWN_KEYS: Need =
-        need("mode PROV_KEY", "the provider picks the keys", |config| {
-            !config.has(MrMode::PROV_KEY)
-        });
-    pub(crate) const ATOMICS: Need =
-        need("staged path", "atomics on staged memory are refused (BNC-03)", |config| {
-            !config.staged()
         });
     pub(crate) const DMA_BUFS: Need = need(
         "a driver without dma-bufs",
@@ -389,17 +364,10 @@ pub(crate) mod needs {
     );
     pub(crate) const SUB_REGIONS: Need =
         need("verbs", "verbs has no key for a part of a registration", TestConfig::is_loopback);
-    pub(crate) const COUNTERS: Need =
-        need("verbs", "verbs does not count accesses to a region", TestConfig::is_loopback);
     pub(crate) const WINDOWS: Need = need(
         "device memory on verbs",
         "the VM's driver binds windows to host memory only",
         TestConfig::binds_windows,
-    );
-    pub(crate) const NO_ENDPOINT: Need = need(
-        "mode ENDPOINT",
-        "a region is bound to its endpoint before use: MODE-10 shows it",
-        |config| !config.has(MrMode::ENDPOINT),
     );
 }
 

@@ -8,37 +8,28 @@ use std::{
 };
 
 use hmem::{
-    BindFlags, DomainBindFlags, Errno, ErrorKind, MemoryRegion, MrFlags, MrMode, RegionState,
-    counter::Counter,
+    BindFlags, DomainBindFlags, Errno, ErrorKind, MemoryRegion, MrFlags, RegionState,
     event_queue::{Event, EventQueue},
     fabric::{self, MrAttr},
     loopback::{NicCall, Progress},
     provider::{CompletionChannel, CompletionQueue},
-    transfer::{Completion, CompletionKind, Operation, PeerId, WorkRequest},
+    transfer::{CompletionKind, Operation, PeerId, WorkRequest},
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::{
-    config::{Need, TestConfig, need, needs, over_configs},
+    config::{Need, TestConfig, need, over_configs},
     memory::HostPages,
-    net::{LOCAL, Local, Net, REMOTE, Setup, Side, eventually, mr_attr, remote, segment},
+    net::{LOCAL, Net, REMOTE, Setup, Side, eventually, mr_attr, segment},
 };
 
 over_configs! {
-    /// EVT-01
-    a_bound_queue_reports_each_registration_with_its_context: Pairwise;
     /// EVT-01
     the_region_is_stored_before_its_event_can_be_read: DefaultMode;
     /// EVT-01
     only_a_failure_after_the_call_emits_an_event: Pairwise;
     /// MR-10
     before_completion_there_is_neither_descriptor_nor_key: Pairwise;
-    /// EVT-02
-    a_counter_counts_each_remote_write_and_atomic_once: Pairwise, needs::COUNTERS;
-    /// EVT-02
-    every_counter_of_a_region_counts_each_write_and_atomic_once: Pairwise, needs::COUNTERS;
-    /// EVT-02
-    an_endpoint_without_rma_event_is_refused: Pairwise, needs::COUNTERS;
     /// EVT-03
     close_during_registration_neither_leaks_nor_loses_its_event: Pairwise;
     /// EVT-03
@@ -48,13 +39,9 @@ over_configs! {
     /// EVT-03
     a_domain_dropped_right_after_submitting_ends_cleanly: DefaultMode;
     /// EVT-05
-    wait_ends_with_a_completion_or_its_timeout: Pairwise;
-    /// EVT-05
     a_sleeping_thread_wakes_for_each_message: DefaultMode;
     /// EVT-05
     a_wait_ends_when_the_domain_closes: Pairwise;
-    /// EVT-05
-    a_channel_becomes_readable_at_the_next_completion: Pairwise, CHANNEL;
     /// EVT-05
     a_channel_loses_no_wakeup: DefaultMode, CHANNEL;
     /// EVT-05
@@ -81,34 +68,6 @@ fn event(queue: &EventQueue) -> Event {
 fn submit(net: &Net, attr: &MrAttr<'_>) -> MemoryRegion {
     fabric::regattr(&net.target.domain, &attr.key(net.fresh_key()), MrFlags::empty())
         .expect("submit")
-}
-
-fn a_bound_queue_reports_each_registration_with_its_context(config: &TestConfig) {
-    let net = Net::open(config);
-    let queue = bound(&net);
-    let again = net.target.domain.bind(&Arc::default(), DomainBindFlags::REG_MR).unwrap_err();
-    assert_eq!(again.kind(), ErrorKind::BadState);
-    let memory = net.bytes(4096);
-    let ranges = [memory.part(0, 64)];
-    let regions: Vec<_> = (0..20)
-        .map(|context| submit(&net, &MrAttr { context, ..mr_attr(&ranges, REMOTE) }))
-        .collect();
-    for region in &regions {
-        let event = event(&queue);
-        event.result.expect("registered");
-        assert_eq!(Some(event.region), region.id());
-        let context = regions
-            .iter()
-            .position(|region| region.id() == Some(event.region))
-            .expect("one of ours");
-        assert_eq!(event.context, context as u64);
-    }
-    assert!(queue.read().is_none(), "an event too many");
-    net.target.make_usable(&regions[3]).expect("bind and enable");
-    net.assert_works(&net.key(&regions[3]));
-    assert_eq!(net.live().regions, 20);
-    drop(regions);
-    assert_eq!(net.live().regions, 0);
 }
 
 fn the_region_is_stored_before_its_event_can_be_read(config: &TestConfig) {
@@ -197,110 +156,6 @@ fn before_completion_there_is_neither_descriptor_nor_key(config: &TestConfig) {
     region.desc().expect("the local descriptor");
     net.target.make_usable(&region).expect("bind and enable");
     net.assert_works(&net.key(&region));
-}
-
-/// Registers a range, binds a counter to the region and enables the region.
-fn counted(net: &Net, range: hmem::AddressRange, counter: &Arc<Counter>) -> MemoryRegion {
-    let ranges = [range];
-    let attr = mr_attr(&ranges, REMOTE).key(net.fresh_key());
-    let region = fabric::regattr(&net.target.domain, &attr, MrFlags::RMA_EVENT).expect("register");
-    region.bind_counter(counter, BindFlags::REMOTE_WRITE).expect("bind the counter");
-    if net.config.has(MrMode::ENDPOINT) {
-        region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
-    }
-    if region.state() == RegionState::Disabled {
-        region.enable().expect("enable");
-    }
-    region
-}
-
-fn a_counter_counts_each_remote_write_and_atomic_once(config: &TestConfig) {
-    let net = Net::open(config);
-    let memory = net.bytes(4096);
-    let counter = Arc::new(Counter::new());
-    let region = counted(&net, memory.part(0, 2048), &counter);
-    let other = net.expose(memory.part(0, 4096), REMOTE);
-    let (key, uncounted) = (net.key(&region), net.key(&other));
-    for count in 1..=10 {
-        net.push(&key, 0, &[1; 700]).expect("write");
-        assert_eq!(counter.value(), count);
-    }
-    let mut expected = 10;
-    if needs_atomics(config) {
-        net.fetch_add(&key, 8, 1).expect("atomic");
-        expected += 1;
-    }
-    net.pull(&key, 0, 100).expect("reads are not counted");
-    net.push(&uncounted, 0, &[1]).expect("another region over the same bytes is not counted");
-    net.push(&key, 2048, &[1]).expect_err("outside");
-    assert_eq!((counter.value(), counter.errors()), (expected, 0));
-    assert_eq!(
-        other.bind_counter(&counter, BindFlags::empty()).unwrap_err().kind(),
-        ErrorKind::BadFlags
-    );
-    counter.close();
-    net.push(&key, 0, &[1]).expect("write");
-    assert_eq!(counter.value(), expected, "a closed counter counted");
-}
-
-fn every_counter_of_a_region_counts_each_write_and_atomic_once(config: &TestConfig) {
-    let net = Net::open(config);
-    let memory = net.bytes(4096);
-    let counters = [(); 3].map(|()| Arc::new(Counter::new()));
-    let ranges = [memory.range()];
-    let attr = mr_attr(&ranges, REMOTE).key(net.fresh_key());
-    let region = fabric::regattr(&net.target.domain, &attr, MrFlags::RMA_EVENT).expect("register");
-    for counter in &counters {
-        region.bind_counter(counter, BindFlags::REMOTE_WRITE).expect("bind another counter");
-        let twice = region.bind_counter(counter, BindFlags::REMOTE_WRITE).unwrap_err();
-        assert_eq!(twice.kind(), ErrorKind::BadState, "a counter that is bound already");
-    }
-    if config.has(MrMode::ENDPOINT) {
-        region.bind_endpoint(&net.target.endpoint).expect("bind the endpoint");
-    }
-    if region.state() == RegionState::Disabled {
-        region.enable().expect("enable");
-    }
-    if config.has(MrMode::RMA_EVENT) || config.has(MrMode::ENDPOINT) {
-        let late = region.bind_counter(&Arc::default(), BindFlags::REMOTE_WRITE).unwrap_err();
-        assert_eq!(late.kind(), ErrorKind::BadState, "bound after enable");
-    }
-    let key = net.key(&region);
-    let mut expected = 0;
-    for _ in 0..5 {
-        net.push(&key, 0, &[1; 700]).expect("write");
-        expected += 1;
-        if needs_atomics(config) {
-            net.fetch_add(&key, 8, 1).expect("atomic");
-            expected += 1;
-        }
-        assert_eq!(counters.each_ref().map(|counter| counter.value()), [expected; 3]);
-    }
-    net.pull(&key, 0, 100).expect("reads are not counted");
-    counters[1].close();
-    net.push(&key, 0, &[1]).expect("write");
-    let values = counters.each_ref().map(|counter| counter.value());
-    assert_eq!(values, [expected + 1, expected, expected + 1], "a closed counter counts no more");
-}
-
-fn needs_atomics(config: &TestConfig) -> bool {
-    (needs::ATOMICS.met)(config)
-}
-
-fn an_endpoint_without_rma_event_is_refused(config: &TestConfig) {
-    let mut setup = Setup::of(config);
-    setup.rma_event = false;
-    let net = setup.open();
-    let memory = net.filled(&[3; 64]);
-    let counter = Arc::new(Counter::new());
-    let region = counted(&net, memory.range(), &counter);
-    let error = net
-        .push(&net.key(&region), 0, &[1])
-        .expect_err("reached through an endpoint without RMA_EVENT");
-    assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
-    assert_eq!((memory.all(), counter.value()), (vec![3; 64], 0));
-    let plain = net.expose(memory.range(), REMOTE);
-    net.assert_works(&net.key(&plain));
 }
 
 /// EVT-02
@@ -421,12 +276,6 @@ fn a_domain_dropped_during_registrations_ends_cleanly(config: &TestConfig) {
     drop(memory);
 }
 
-/// Posts a write of 8 bytes from the initiator to the target.
-fn post_write(net: &Net, local: &Local, key: &hmem::RemoteKey, context: u64) {
-    let there = [remote(key, 0, 8)];
-    net.post(Operation::Write { remote: &there }, &[local.segment(0, 8)], context).expect("post");
-}
-
 /// Posts a receive of 8 bytes on the target's endpoint.
 fn post_receive(net: &Net, region: &MemoryRegion, context: u64) {
     let range = region.ranges()[0].slice(0, 8).expect("inside");
@@ -438,43 +287,6 @@ fn post_receive(net: &Net, region: &MemoryRegion, context: u64) {
     };
     // SAFETY: the memory belongs to the test and outlives the transfer.
     unsafe { net.target.endpoint.post(&request) }.expect("post a receive");
-}
-
-fn wait_ends_with_a_completion_or_its_timeout(config: &TestConfig) {
-    let net = Net::open(config);
-    let target = net.bytes(64);
-    let region = net.expose(target.range(), REMOTE);
-    let (key, local) = (net.key(&region), net.local(64, LOCAL));
-    let cq = &net.initiator.cq;
-    let mut done = Vec::new();
-    let mut wait = |max, timeout| {
-        let before = std::time::Instant::now();
-        let count = cq.wait(&mut done, max, timeout).expect("wait");
-        assert_eq!(count, done.len());
-        (
-            done.drain(..).map(|ended: Completion| ended.context).collect::<Vec<_>>(),
-            before.elapsed(),
-        )
-    };
-    assert_eq!(wait(4, Duration::ZERO).0, []);
-    let short = Duration::from_millis(5);
-    let (none, took) = wait(4, short);
-    assert!(none.is_empty() && took >= short, "{none:?} after {took:?}");
-    assert_eq!(wait(0, Duration::MAX).0, [], "nothing was asked for");
-    for (context, timeout) in [LONG, Duration::MAX].into_iter().enumerate() {
-        post_write(&net, &local, &key, context as u64);
-        assert_eq!(wait(4, timeout).0, [context as u64], "waited for {timeout:?}");
-    }
-    for context in 0..3 {
-        post_write(&net, &local, &key, context);
-    }
-    let mut all = Vec::new();
-    while all.len() < 3 {
-        let (some, _) = wait(2, Duration::MAX);
-        assert!(matches!(some.len(), 1 | 2), "{some:?} of at most two");
-        all.extend(some);
-    }
-    assert_eq!(all, [0, 1, 2]);
 }
 
 fn a_sleeping_thread_wakes_for_each_message(config: &TestConfig) {
@@ -543,25 +355,6 @@ fn readable(channel: &dyn CompletionChannel, timeout: Duration) -> bool {
     let timeout = Timespec::try_from(timeout).expect("a timeout");
     let ready = rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout));
     ready.expect("poll") == 1
-}
-
-fn a_channel_becomes_readable_at_the_next_completion(config: &TestConfig) {
-    let net = Net::open(config);
-    let target = net.bytes(64);
-    let region = net.expose(target.range(), REMOTE);
-    let (key, local) = (net.key(&region), net.local(64, LOCAL));
-    let cq = &net.initiator.cq;
-    let mut done = Vec::new();
-    for _ in 0..3 {
-        assert!(channel(cq).arm().expect("arm"), "the queue is empty");
-        assert!(!readable(channel(cq), Duration::ZERO), "nothing has completed");
-        post_write(&net, &local, &key, 1);
-        assert!(readable(channel(cq), LONG), "the completion made nothing readable");
-        assert!(!channel(cq).arm().expect("arm"), "there is something to read");
-        assert_eq!(cq.read(&mut done, 4).expect("read"), 1);
-    }
-    let fds = [channel(cq), channel(cq)].map(|channel| format!("{:?}", channel.fd().expect("fd")));
-    assert_eq!(fds[0], fds[1]);
 }
 
 fn a_channel_loses_no_wakeup(config: &TestConfig) {

@@ -15,7 +15,6 @@ mod grant;
 mod hm;
 mod hold;
 mod key;
-mod life;
 mod memory;
 mod mode;
 mod mr;
@@ -23,12 +22,8 @@ mod net;
 mod p2p;
 mod persistent;
 mod properties;
-mod rights;
 mod skips;
-mod sub;
 mod threads;
-mod transfers;
-mod window;
 
 #[path = "../machine/mod.rs"]
 mod machine;

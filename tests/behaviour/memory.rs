@@ -6,7 +6,7 @@ use hmem::{
     Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Iface, IfaceExt, Mapping,
     Result, iface::AllocRequest,
 };
-use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 
 /// Anonymous pages, unmapped on drop.
 #[derive(Debug)]
@@ -28,28 +28,12 @@ impl HostPages {
         self.0.range()
     }
 
-    /// Replaces the pages by new zeroed ones, as a free and a new allocation at the address would.
-    /// The process may read and write the new pages.
-    pub(crate) fn replace_pages(&self) {
-        let (access, flags) =
-            (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
-        // SAFETY: the range is this value's own mapping, and tests hold no references into it.
-        unsafe { mmap_anonymous(self.0.as_ptr().cast(), self.0.len(), access, flags) }
-            .expect("mmap");
-    }
-
     /// Removes pages and access but keeps the addresses reserved.
     pub(crate) fn remove_pages(&self) {
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         // SAFETY: the range is this value's own mapping, and tests hold no references into it.
         unsafe { mmap_anonymous(self.0.as_ptr().cast(), self.0.len(), ProtFlags::empty(), flags) }
             .expect("mmap");
-    }
-
-    pub(crate) fn make_read_only(&self) {
-        // SAFETY: the range is this value's own mapping, and tests hold no references into it.
-        unsafe { mprotect(self.0.as_ptr().cast(), self.0.len(), MprotectFlags::READ) }
-            .expect("mprotect");
     }
 
     fn pointer(&self, offset: u64, len: u64) -> *mut u8 {

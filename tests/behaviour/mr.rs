@@ -10,9 +10,9 @@ use hmem::{
 
 use crate::{
     child,
-    config::{TestConfig, need, over_configs},
+    config::{TestConfig, over_configs},
     machine,
-    memory::{Bytes, pattern},
+    memory::pattern,
     net::{Net, REMOTE, Setup, mr_attr, raw},
 };
 
@@ -23,12 +23,6 @@ over_configs! {
     every_subset_of_access_bits_registers_at_any_start: Pairwise;
     /// MR-02
     sizes_up_to_64_mib_register_and_are_reached_at_both_ends: DefaultMode;
-    /// MR-03
-    peers_see_the_ranges_of_regv_as_contiguous: Pairwise,
-        need("mode VIRT_ADDR", "there peers address each range by its own address: MODE-05 shows \
-            it", |config| {
-            !config.virtual_addresses()
-        });
     /// MR-03
     regv_accepts_the_limit_of_ranges_and_refuses_one_more: Pairwise;
     /// MR-04
@@ -142,31 +136,6 @@ fn sizes_up_to_64_mib_register_and_are_reached_at_both_ends(config: &TestConfig)
         }
     }
     assert_eq!(net.live(), before, "something stayed registered");
-}
-
-/// Returns ranges of `memory` with gaps between them, adjacent ones, and ones in descending order.
-fn scattered(memory: &Bytes) -> Vec<AddressRange> {
-    [(8192, 100), (8292, 50), (3, 1), (4096, 777)]
-        .map(|(start, len)| memory.part(start, len))
-        .to_vec()
-}
-
-fn peers_see_the_ranges_of_regv_as_contiguous(config: &TestConfig) {
-    let net = Net::open(config);
-    let memory = net.bytes(16 << 10);
-    let region = net.expose_all(&scattered(&memory), REMOTE);
-    assert_eq!((region.len(), region.ranges()), (928, &scattered(&memory)[..]));
-    let key = net.key(&region);
-    let bytes = pattern(3, 928);
-    net.push(&key, 0, &bytes).expect("write across every seam");
-    let mut found = memory.get(8192, 150);
-    found.extend(memory.get(3, 1));
-    found.extend(memory.get(4096, 777));
-    assert_eq!(found, bytes);
-    assert_eq!(net.pull(&key, 99, 53).expect("read across three ranges"), bytes[99..152]);
-    assert_eq!(net.push(&key, 928, &[1]).unwrap_err().kind(), ErrorKind::OutOfBounds);
-    assert_eq!(net.push(&key, 927, &[1, 2]).unwrap_err().kind(), ErrorKind::OutOfBounds);
-    assert_eq!(memory.get(4096 + 776, 2), [bytes[927], 0], "a refused write moved a byte");
 }
 
 fn regv_accepts_the_limit_of_ranges_and_refuses_one_more(config: &TestConfig) {

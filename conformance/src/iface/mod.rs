@@ -26,7 +26,7 @@ use monitor::*;
 use register::*;
 
 behaviours! {
-    dyn Iface:
+    Arc<dyn Iface>:
     /// Requirements HM-01 and HM-02
     query_claims_exactly_the_allocation,
     /// Requirements HM-01 and HM-02

@@ -7,37 +7,25 @@ use std::{
 
 use hmem_core::{
     Access, ErrorKind,
-    provider::{EndpointAttr, Provider},
-    transfer::CompletionKind,
+    provider::{CompletionChannel, EndpointAttr},
+    transfer::{CompletionKind, Operation},
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::link::{DEPTH, LOCAL, Link, LinkSide, REMOTE, contents, eventually, remote};
+use super::{
+    case::{Case, LOCAL, REMOTE},
+    link::{DEPTH, Link, LinkSide, eventually, remote, segment},
+};
 use crate::{
     bytes::{assert_bytes, pattern},
     trial::{Outcome, assert_kind, skip},
 };
 
-/// Timeout of a poll that must succeed.
+/// Timeout of a wait that must succeed.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Writes 8 bytes from the initiator to the target. Waits for the completion, and asserts that the
-/// completion has the context `context` and reports success.
-fn write_and_wait(link: &Link, context: u64) {
-    let region = link.target.register(vec![0; 8], REMOTE);
-    let source = link.initiator.register(vec![1; 8], LOCAL);
-    let (key, slice) = (link.key(&region), source.slice(0, 8).expect("inside"));
-    let there = [remote(&key, 0, 8)];
-    link.initiator.endpoint.write(&[slice], &there, link.peer, context).expect("post a write");
-    // Both regions live until the write has completed.
-    let mut done = Vec::new();
-    let count = link.initiator.cq.wait(&mut done, 4, Duration::MAX).expect("wait");
-    assert_eq!((count, done[0].context), (1, context), "{done:?}");
-    done.remove(0).result.expect("write");
-}
-
-pub(super) fn queue_of_another_domain_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
+pub(super) fn queue_of_another_domain_is_refused(case: &Case) {
+    let link = Link::open(case);
     let (own, other) = (&link.initiator, &link.target);
     let unwrapped = own.domain.provider_domain().transport().expect("the NIC transfers").open_cq(8);
     let unwrapped = unwrapped.expect("open a completion queue");
@@ -51,32 +39,51 @@ pub(super) fn queue_of_another_domain_is_refused(provider: &Arc<dyn Provider>) -
     assert_eq!(own.domain.live().endpoints, 1, "endpoints of the initiator");
     let region = link.target.register(vec![0; 64], REMOTE);
     link.assert_works(&link.key(&region));
-    Ok(())
 }
 
-pub(super) fn wait_ends_with_a_completion_or_its_timeout(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
+pub(super) fn wait_ends_with_a_completion_or_its_timeout(case: &Case) {
+    let link = Link::open(case);
+    let target = link.bytes(64);
+    let region = link.expose(target.range(), REMOTE);
+    let (key, local) = (link.key(&region), link.local(64, LOCAL));
     let cq = &link.initiator.cq;
     let mut done = Vec::new();
-    assert_eq!(cq.wait(&mut done, 4, Duration::ZERO).expect("wait"), 0, "{done:?}");
-    let (short, before) = (Duration::from_millis(5), Instant::now());
-    assert_eq!(cq.wait(&mut done, 4, short).expect("wait"), 0, "{done:?}");
-    assert!(before.elapsed() >= short, "the wait returned early");
-    assert_eq!(
-        cq.wait(&mut done, 0, Duration::MAX).expect("wait"),
-        0,
-        "a wait for no completion returns at once"
-    );
-    for context in 5..8 {
-        write_and_wait(&link, context);
+    let mut wait = |max, timeout| {
+        let before = Instant::now();
+        let count = cq.wait(&mut done, max, timeout).expect("wait");
+        assert_eq!(count, done.len());
+        let ended = done.drain(..).map(|ended| {
+            ended.result.expect("write");
+            ended.context
+        });
+        (ended.collect::<Vec<_>>(), before.elapsed())
+    };
+    assert_eq!(wait(4, Duration::ZERO).0, []);
+    let short = Duration::from_millis(5);
+    let (none, took) = wait(4, short);
+    assert!(none.is_empty() && took >= short, "{none:?} after {took:?}");
+    assert_eq!(wait(0, Duration::MAX).0, [], "a wait for no completion returns at once");
+    let there = [remote(&key, 0, 8)];
+    let post = |context| {
+        let write = Operation::Write { remote: &there };
+        link.post(write, &[local.segment(0, 8)], context).expect("post a write");
+    };
+    for (context, timeout) in (5..).zip([LONG, Duration::MAX, Duration::MAX]) {
+        post(context);
+        assert_eq!(wait(4, timeout).0, [context], "waited for {timeout:?}");
     }
-    Ok(())
+    (0..3).for_each(post);
+    let mut all = Vec::new();
+    while all.len() < 3 {
+        let (some, _) = wait(2, Duration::MAX);
+        assert!(matches!(some.len(), 1 | 2), "{some:?} of at most two");
+        all.extend(some);
+    }
+    assert_eq!(all, [0, 1, 2]);
 }
 
-pub(super) fn channel_is_readable_from_the_next_completion_on(
-    provider: &Arc<dyn Provider>,
-) -> Outcome {
-    let link = Link::open(provider);
+pub(super) fn channel_is_readable_from_the_next_completion_on(case: &Case) -> Outcome {
+    let link = Link::open(case);
     let cq = &link.initiator.cq;
     let Some(channel) = cq.channel() else {
         return skip("the queues of this provider have no completion channel");
@@ -87,29 +94,32 @@ pub(super) fn channel_is_readable_from_the_next_completion_on(
         let ready = rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout));
         ready.expect("poll") == 1
     };
-    let region = link.target.register(vec![0; 8], REMOTE);
-    let source = link.initiator.register(vec![1; 8], LOCAL);
-    let key = link.key(&region);
+    let target = link.bytes(64);
+    let region = link.expose(target.range(), REMOTE);
+    let (key, local) = (link.key(&region), link.local(64, LOCAL));
     for context in 0..3 {
         assert!(channel.arm().expect("arm"), "the queue is empty");
         assert!(!readable(Duration::ZERO), "readable before anything completed");
-        let (slice, there) = (source.slice(0, 8).expect("inside"), [remote(&key, 0, 8)]);
-        link.initiator.endpoint.write(&[slice], &there, link.peer, context).expect("post a write");
+        let write = [remote(&key, 0, 8)];
+        let write = Operation::Write { remote: &write };
+        link.post(write, &[local.segment(0, 8)], context).expect("post a write");
         assert!(readable(LONG), "not readable after a completion");
         assert!(!channel.arm().expect("arm"), "there is a completion to read");
         let mut done = Vec::new();
         assert_eq!(cq.read(&mut done, 4).expect("read"), 1);
         done.remove(0).result.expect("write");
     }
+    let fd = |channel: &dyn CompletionChannel| format!("{:?}", channel.fd().expect("an fd"));
+    assert_eq!(fd(channel), fd(cq.channel().expect("a channel")), "a queue has one fd");
     Ok(())
 }
 
 /// Tests that a nearly full completion queue loses no completion. Posts until the NIC refuses with
 /// `Again`, and reads only one completion after each refusal.
-pub(super) fn posting_until_again_loses_no_completion(provider: &Arc<dyn Provider>) -> Outcome {
+pub(super) fn posting_until_again_loses_no_completion(case: &Case) {
     const RECEIVES: u64 = DEPTH / 2;
     const COUNT: u64 = 16 * DEPTH;
-    let link = Link::open(provider);
+    let link = Link::open(case);
     let region = link.target.register(vec![0; 8], REMOTE);
     let source = link.initiator.register(vec![1; 8], LOCAL);
     let (key, slice) = (link.key(&region), source.slice(0, 8).expect("inside"));
@@ -145,62 +155,136 @@ pub(super) fn posting_until_again_loses_no_completion(provider: &Arc<dyn Provide
     let mut contexts: Vec<_> = done.iter().map(|completion| completion.context).collect();
     contexts.sort_unstable();
     assert!(contexts.iter().copied().eq(0..COUNT), "completions of {COUNT} posts: {contexts:?}");
-    Ok(())
 }
 
-pub(super) fn write_with_immediate_data_completes_a_receive(
-    provider: &Arc<dyn Provider>,
-) -> Outcome {
-    const LEN: u64 = 20_000;
-    let link = Link::open(provider);
-    let bytes = link.initiator.domain.provider_attr().cq_data_size;
-    assert!(bytes <= 8, "{bytes} bytes of immediate data");
-    let region = link.target.register(vec![0; LEN as usize], REMOTE);
-    let inbox = link.target.register(vec![0xEE; 64], Access::RECV);
-    let key = link.key(&region);
-    let there = [remote(&key, 0, LEN)];
-    let data = if bytes == 0 { 0 } else { u64::MAX >> (64 - 8 * bytes) };
-    let message = pattern(3, LEN);
-    let source = link.initiator.register(message.clone(), LOCAL);
-    let slice = source.slice(0, LEN).expect("inside");
-    if bytes == 0 {
-        let error = link.initiator.endpoint.write_immediate(&[slice], &there, 0, link.peer, 1);
-        let error = error.expect_err("a NIC without immediate data accepted some");
-        assert_kind(&error, ErrorKind::Unsupported, "immediate data");
-        return skip("the NIC carries no immediate data");
-    }
-    link.target.endpoint.receive(&[inbox.slice(0, 64).expect("inside")], None, 2).expect("post");
-    let posted = link.initiator.endpoint.write_immediate(&[slice], &there, data, link.peer, 1);
-    posted.expect("post a write");
-    let (received, ended) = link.arrived();
-    assert_bytes(&contents(&region), &message, "the region when the receive has completed");
-    assert_eq!((received.kind, received.context), (CompletionKind::RemoteWrite, 2));
-    assert_eq!((received.result.expect("written"), received.data), (LEN, Some(data)));
-    assert_bytes(&contents(&inbox), &[0xEE; 64], "the buffer of the receive");
-    let write = ended.into_iter().next().unwrap_or_else(|| link.initiator.wait(&link.target));
-    assert_eq!((write.context, write.result.expect("write")), (1, LEN), "bytes written");
-    Ok(())
+/// Returns the largest value of immediate data that the NIC carries.
+fn widest(case: &Case) -> u64 {
+    let bytes = case.attr.cq_data_size;
+    assert!((1..=8).contains(&bytes), "{bytes} bytes of immediate data");
+    u64::MAX >> (64 - 8 * bytes)
 }
 
-pub(super) fn too_wide_immediate_data_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
-    let bytes = link.initiator.domain.provider_attr().cq_data_size;
-    if !(1..8).contains(&bytes) {
-        return skip("the NIC carries no immediate data, or 64 bits of it");
-    }
-    let source = link.initiator.register(vec![1; 8], LOCAL);
-    let region = link.target.register(vec![0; 8], REMOTE);
-    let (key, slice) = (link.key(&region), source.slice(0, 8).expect("inside"));
+pub(super) fn immediate_data_is_refused_if_the_nic_carries_none(case: &Case) {
+    let link = Link::open(case);
+    let target = link.bytes(64);
+    let region = link.expose(target.range(), REMOTE);
+    let (key, local) = (link.key(&region), link.local(64, LOCAL));
     let there = [remote(&key, 0, 8)];
-    let data = 1 << (8 * bytes);
-    let endpoint = &link.initiator.endpoint;
-    for refused in [
-        endpoint.write_immediate(&[slice], &there, data, link.peer, 1),
-        endpoint.send_immediate(&[slice], None, data, link.peer, 1),
+    for operation in [
+        Operation::WriteImmediate { remote: &there, data: 0 },
+        Operation::SendImmediate { tag: None, data: 0 },
     ] {
-        let error = refused.expect_err("too wide");
-        assert_kind(&error, ErrorKind::InvalidArgument, "too wide immediate data");
+        let error = link.transfer(operation, &[local.segment(0, 8)]).expect_err("no such data");
+        assert_kind(&error, ErrorKind::Unsupported, "immediate data");
     }
-    assert_bytes(&contents(&region), &[0; 8], "the target");
+    assert_eq!(target.all(), [0; 64]);
+    link.assert_works(&key);
+}
+
+pub(super) fn write_with_immediate_data_completes_a_receive(case: &Case) {
+    const LEN: u64 = 48 << 10;
+    let link = Link::open(case);
+    let (target, inbox) = (link.bytes(LEN as usize), link.bytes(64));
+    let region = link.expose(target.range(), REMOTE);
+    let into = link.expose(inbox.range(), Access::RECV);
+    let (key, desc) = (link.key(&region), into.desc().expect("descriptor"));
+    let local = link.local(LEN as usize, LOCAL);
+    let there = [remote(&key, 0, LEN)];
+    for (round, data) in (0..).zip([0, 1, widest(case) / 3, widest(case)]) {
+        let message = pattern(round + 3, LEN);
+        inbox.put(0, &[0xEE; 64]);
+        local.bytes.put(0, &message);
+        link.target.receive(segment(inbox.range(), Some(desc)), 10 + round).expect("post");
+        let write = Operation::WriteImmediate { remote: &there, data };
+        link.post(write, &[local.segment(0, LEN)], 1).expect("post a write");
+        let (ended, writes) = link.arrived();
+        // Checked first, since the bytes must be there as soon as the receive has completed.
+        assert_bytes(&target.all(), &message, "the region when the receive has completed");
+        assert_eq!((ended.kind, ended.context), (CompletionKind::RemoteWrite, 10 + round));
+        assert_eq!((ended.result.expect("written"), ended.data), (LEN, Some(data)));
+        assert_eq!((ended.invalidated, ended.tag), (None, None));
+        assert_bytes(&inbox.all(), &[0xEE; 64], "the buffer of the receive");
+        let write = writes.into_iter().next().unwrap_or_else(|| link.completion());
+        assert_eq!((write.kind, write.context, write.data), (CompletionKind::Write, 1, None));
+        assert_eq!(write.result.expect("write"), LEN, "bytes written");
+    }
+    assert_eq!(link.target.cq.read(&mut Vec::new(), 1).expect("read"), 0, "a completion too many");
+}
+
+pub(super) fn write_with_immediate_data_waits_for_a_receive(case: &Case) {
+    let link = Link::open(case);
+    let (target, inbox) = (link.bytes(64), link.bytes(64));
+    let region = link.expose(target.range(), REMOTE);
+    let into = link.expose(inbox.range(), LOCAL);
+    let (key, desc) = (link.key(&region), into.desc().expect("descriptor"));
+    let local = link.local(64, LOCAL);
+    local.bytes.put(0, &[9; 64]);
+    for data in 0..4_u64 {
+        let there = [remote(&key, 8 * data, 8)];
+        let write = Operation::WriteImmediate { remote: &there, data };
+        link.post(write, &[local.segment(0, 8)], data).expect("post");
+    }
+    for context in 0..4 {
+        link.target.receive(segment(inbox.range(), Some(desc)), context).expect("post");
+    }
+    let mut writes = Vec::new();
+    for data in 0..4 {
+        let (ended, more) = link.arrived();
+        assert_eq!((ended.context, ended.data), (data, Some(data)), "in the order of the writes");
+        ended.result.expect("written");
+        writes.extend(more);
+    }
+    while writes.len() < 4 {
+        writes.push(link.completion());
+    }
+    for (context, write) in (0..).zip(writes) {
+        assert_eq!((write.context, write.result.expect("write")), (context, 8));
+    }
+    assert_eq!(target.get(0, 40), [&[9; 32][..], &[0; 8]].concat());
+}
+
+pub(super) fn messages_carry_immediate_data(case: &Case) {
+    let link = Link::open(case);
+    let inbox = link.bytes(64);
+    let into = link.expose(inbox.range(), LOCAL);
+    let into = segment(inbox.range(), Some(into.desc().expect("descriptor")));
+    let local = link.local(64, LOCAL);
+    local.bytes.put(0, &[5; 16]);
+    for data in [0, 7, widest(case)] {
+        link.target.receive(into, 3).expect("post");
+        let message = Operation::SendImmediate { tag: None, data };
+        assert_eq!(link.transfer(message, &[local.segment(0, 16)]).expect("send"), 16);
+        let ended = link.received();
+        assert_eq!((ended.kind, ended.context), (CompletionKind::Receive, 3));
+        assert_eq!((ended.result.expect("receive"), ended.data), (16, Some(data)));
+        assert_eq!(inbox.get(0, 16), [5; 16]);
+    }
+    link.target.receive(into, 4).expect("post");
+    let message = Operation::Send { tag: None, invalidate: None };
+    link.transfer(message, &[local.segment(0, 16)]).expect("send");
+    assert_eq!(link.received().data, None, "a message without immediate data");
+}
+
+pub(super) fn too_wide_immediate_data_is_refused(case: &Case) -> Outcome {
+    let link = Link::open(case);
+    if case.attr.cq_data_size == 8 {
+        return skip("the NIC carries 64 bits of immediate data");
+    }
+    let target = link.bytes(64);
+    let region = link.expose(target.range(), REMOTE);
+    let (key, local) = (link.key(&region), link.local(64, LOCAL));
+    let there = [remote(&key, 0, 8)];
+    let size = case.attr.cq_data_size.to_string();
+    for data in [widest(case) + 1, u64::MAX] {
+        let write = Operation::WriteImmediate { remote: &there, data };
+        for operation in [write, Operation::SendImmediate { tag: None, data }] {
+            let error = link.post(operation, &[local.segment(0, 8)], 1).expect_err("too wide");
+            assert_kind(&error, ErrorKind::InvalidArgument, "too wide immediate data");
+            assert_eq!(error.context_value("cq_data_size"), Some(&*size), "{error}");
+        }
+    }
+    assert_eq!(target.all(), [0; 64]);
+    link.assert_works(&key);
+    assert_eq!(link.target.cq.read(&mut Vec::new(), 1).expect("read"), 0);
     Ok(())
 }

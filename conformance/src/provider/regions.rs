@@ -1,106 +1,58 @@
-//! Behaviours of regions: rights, bounds and closing.
+//! Behaviours of regions: closing and registering again.
 
-#![allow(unsafe_code, reason = "registers memory by address")]
+#![allow(unsafe_code, reason = "posts requests by address")]
 
-use std::{sync::Arc, thread};
+use std::thread;
 
 use hmem_core::{
-    Access, AddressRange, ErrorKind, MrMode, Promise, Raw, Region, Request,
-    provider::{EndpointAttr, LiveObjects, Provider},
-    transfer::PeerId,
+    AddressRange, ErrorKind, LocalKey, MemoryRegion, MrMode, Request,
+    provider::{EndpointAttr, LiveObjects},
+    transfer::{AtomicOp, AtomicType, Operation, PeerId, WorkRequest},
 };
 
-use super::link::{LOCAL, Link, REMOTE, assert_refused, contents, remote};
+use super::{
+    case::{Case, LOCAL, REMOTE},
+    link::{Exposed, Link, Local, remote, segment},
+};
 use crate::{
     bytes::{assert_bytes, assert_no_fd_leaks, pattern},
-    trial::{Outcome, assert_kind, skip},
+    trial::assert_kind,
 };
 
-pub(super) fn peers_get_the_rights_of_the_key_and_no_others(
-    provider: &Arc<dyn Provider>,
-) -> Outcome {
-    let link = Link::open(provider);
-    let before = pattern(1, 256);
-    for access in [Access::REMOTE_READ, Access::REMOTE_WRITE, REMOTE, LOCAL, LOCAL | REMOTE] {
-        let region = link.target.register(before.clone(), access);
-        let key = link.key(&region);
-        let (reads, writes) =
-            (access.contains(Access::REMOTE_READ), access.contains(Access::REMOTE_WRITE));
-        let mut expected = before.clone();
-        match link.pull(&key, 10, 20) {
-            Ok(found) if reads => assert_bytes(&found, &before[10..30], "bytes read"),
-            result if reads => panic!("read with {access}: {result:?}"),
-            result => assert_refused(result, &format!("a read with {access}")),
-        }
-        let written = link.push(&key, 10, &[0xAA; 20]);
-        if writes {
-            written.unwrap_or_else(|error| panic!("write with {access}: {error}"));
-            expected[10..30].fill(0xAA);
-        } else {
-            assert_refused(written, &format!("a write with {access}"));
-        }
-        assert_bytes(&contents(&region), &expected, &format!("memory with {access}"));
-    }
-    Ok(())
-}
-
-pub(super) fn overlapping_regions_grant_each_their_own_rights(
-    provider: &Arc<dyn Provider>,
-) -> Outcome {
-    let link = Link::open(provider);
-    let memory = pattern(2, 4096);
-    let register = |offset: u64, len: u64, access: Access| {
-        let range = AddressRange::of(&memory).slice(offset, len).expect("inside");
-        // SAFETY: the vector outlives the regions. The only remote write is refused.
-        let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
-        link.target.register(memory, access)
-    };
-    let reads = register(0, 3000, Access::REMOTE_READ);
-    let neither = register(1000, 3000, Access::SEND);
-    let (reader, locked) = (link.key(&reads), link.key(&neither));
-    assert_refused(link.push(&reader, 1500, &[0]), "a write through the key for reads");
-    link.assert_dead(&locked, 0, "an access without a right");
-    neither.close().expect("close");
-    let found = link.pull(&reader, 0, 3000).expect("read after the other region closed");
-    assert_bytes(&found, &memory[..3000], "bytes read");
-    reads.close().expect("close");
-    Ok(())
-}
-
-pub(super) fn one_byte_past_either_end_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
-    let memory = pattern(3, 3000);
-    let region = link.target.register(memory.clone(), REMOTE);
-    let key = link.key(&region);
-    for (offset, len) in [(2999, 2), (3000, 1), (u64::MAX, 1), (u64::MAX, 2), (0, 3001)] {
-        let what = format!("an access of {len} bytes at {offset}");
-        assert_refused(link.push(&key, offset, &vec![0; len as usize]), &what);
-        assert_refused(link.pull(&key, offset, len), &what);
-    }
-    assert_bytes(&contents(&region), &memory, "the region after refused accesses");
-    link.assert_works(&key);
-    Ok(())
-}
-
-pub(super) fn closed_region_is_unreachable(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
-    let region = link.target.register(pattern(4, 4096), REMOTE);
+pub(super) fn closed_region_is_unreachable(case: &Case) {
+    let link = Link::open(case);
+    let memory = link.filled(&[0x11; 64]);
+    let before = link.live();
+    let region = link.expose(memory.range(), REMOTE);
     let key = link.key(&region);
     link.assert_works(&key);
-    let bytes = region.close().expect("close");
-    let before = bytes.clone();
-    link.assert_dead(&key, 0, "an access to a closed region");
-    assert_bytes(&bytes, &before, "memory of a closed region");
-    Ok(())
+    memory.put(0, &[0x11; 64]);
+    region.close().expect("close");
+    assert_eq!(link.live(), before);
+    link.assert_dead(&key, 0, ErrorKind::InvalidKey, "an access to a closed region");
+    let added = link.fetch_add(&key, 0, 1);
+    if !added.as_ref().is_err_and(|why| why.kind() == ErrorKind::Unsupported) {
+        case.assert_refused(added, ErrorKind::InvalidKey, "an atomic on a closed region");
+    }
+    assert_bytes(&memory.all(), &[0x11; 64], "memory of a closed region");
+
+    // The endpoints still work.
+    let second = link.expose(memory.range(), REMOTE);
+    link.assert_works(&link.key(&second));
+    let (message, inbox) = (link.local(16, LOCAL), link.bytes(16));
+    let inbox_region = link.expose(inbox.range(), LOCAL);
+    message.bytes.put(0, b"still listening!");
+    let into = segment(inbox.range(), Some(inbox_region.desc().expect("descriptor")));
+    let (sent, received) = link.send(message.segment(0, 16), into);
+    assert_eq!((sent.expect("send"), received.expect("receive")), (16, 16));
+    assert_eq!(inbox.all(), b"still listening!");
 }
 
 /// Tests that a write in flight does not change the memory of a region after the close of the
 /// region has returned. A write may complete before that.
-pub(super) fn transfers_in_flight_leave_a_closed_region_alone(
-    provider: &Arc<dyn Provider>,
-) -> Outcome {
+pub(super) fn transfers_in_flight_leave_a_closed_region_alone(case: &Case) {
     const LEN: u64 = 64 << 10;
-    let link = Link::open(provider);
+    let link = Link::open(case);
     let source = link.initiator.register(vec![0xFF; LEN as usize], LOCAL);
     for _ in 0..8 {
         let region = link.target.register(pattern(4, LEN), REMOTE);
@@ -122,70 +74,118 @@ pub(super) fn transfers_in_flight_leave_a_closed_region_alone(
         }
         assert!(bytes.iter().all(|byte| *byte == 0x11), "written to after the close");
     }
-    Ok(())
 }
 
-pub(super) fn descriptor_of_a_closed_region_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
-    let before = pattern(5, 64);
-    let region = link.target.register(before.clone(), REMOTE);
+/// Tests descriptors of local buffers. Without LOCAL, only device memory in HMEM mode needs one.
+/// An invalid descriptor is refused in every mode.
+pub(super) fn local_buffers_need_a_descriptor_of_a_live_region(case: &Case) {
+    let link = Link::open(case);
+    let memory = link.bytes(128);
+    let region = link.expose(memory.range(), REMOTE | LOCAL);
     let key = link.key(&region);
-    let source = link.initiator.register(vec![0xFF; 64], LOCAL);
-    let slice = source.slice(0, 64).expect("inside");
-    // The vector keeps the bytes of the closed region allocated.
-    let _bytes = source.close().expect("close");
-    let posted = link.initiator.endpoint.write(&[slice], &[remote(&key, 0, 64)], link.peer, 1);
-    posted.and_then(|()| link.ended()).expect_err("the region of the source is closed");
-    assert_bytes(&contents(&region), &before, "the target");
-    Ok(())
-}
-
-pub(super) fn local_memory_without_the_right_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
-    if !link.has(MrMode::LOCAL) {
-        return skip("local memory needs no registration in this mode");
+    let to = [remote(&key, 0, 64)];
+    let local = link.local(64, LOCAL);
+    local.bytes.put(0, &pattern(3, 64));
+    let write_from = |range, desc: Option<LocalKey>| {
+        let moved = link.transfer(Operation::Write { remote: &to }, &[segment(range, desc)]);
+        moved.map_err(|error| error.kind())
+    };
+    // The software NIC checks the descriptor of a receive when it is posted.
+    let receive_into = |range, desc| {
+        if case.control.is_some() {
+            let posted = link.initiator.receive(segment(range, desc), 9);
+            assert_kind(&posted.expect_err("posted"), ErrorKind::NoRegion, "a bad descriptor");
+        }
+    };
+    let desc = local.region.desc().expect("descriptor");
+    let write = |desc| write_from(local.bytes.range(), desc);
+    assert_eq!(write(Some(desc)), Ok(64), "a valid descriptor");
+    let needed = case.has(MrMode::LOCAL) || (case.has(MrMode::HMEM) && !case.is_host());
+    let absent = if needed { Err(ErrorKind::NoRegion) } else { Ok(64) };
+    assert_eq!(write(None), absent, "no descriptor");
+    let before = memory.all();
+    local.bytes.put(0, &[0xEE; 64]);
+    let refused = Err(ErrorKind::NoRegion);
+    let foreign = region.desc().expect("descriptor");
+    assert_eq!(write(Some(foreign)), refused, "the other domain's descriptor");
+    receive_into(local.bytes.range(), Some(foreign));
+    let forged = LocalKey::from_provider(0x1234_5678_9ABC);
+    assert_eq!(write(Some(forged)), refused, "a forged descriptor");
+    let wide = AddressRange::new(local.bytes.range().start(), 65).expect("range");
+    for outside in [wide, memory.range()] {
+        let there = [remote(&key, 0, outside.len())];
+        let buffer = [segment(outside, Some(desc))];
+        let error = link.transfer(Operation::Write { remote: &there }, &buffer);
+        let error = error.expect_err("a buffer outside the region of its descriptor");
+        assert_kind(&error, ErrorKind::OutOfBounds, "a buffer outside its region");
     }
-    let before = pattern(6, 64);
-    let region = link.target.register(before.clone(), REMOTE);
-    let key = link.key(&region);
-    let wrong = link.initiator.register(vec![0xEE; 64], Access::REMOTE_READ);
-    let slice = wrong.slice(0, 64).expect("inside");
-    let remote = [remote(&key, 0, 64)];
-    let endpoint = &link.initiator.endpoint;
-    let read = endpoint.read(&[slice], &remote, link.peer, 1).and_then(|()| link.ended());
-    read.expect_err("a read into memory without the right");
-    assert_bytes(&contents(&wrong), &[0xEE; 64], "memory without the right to be written");
-    Ok(())
+    let Local { region: stale, bytes } = link.local(64, LOCAL);
+    let desc = Some(stale.desc().expect("descriptor"));
+    stale.close().expect("close");
+    assert_eq!(write_from(bytes.range(), desc), refused, "the descriptor of a closed region");
+    receive_into(bytes.range(), desc);
+    // Later regions reuse the provider's lkey. The closed region's descriptor is still refused,
+    // although its memory is registered again.
+    let _registered: Vec<_> =
+        (0..100).map(|_| link.initiator.expose(bytes.range(), LOCAL)).collect();
+    assert_eq!(write_from(bytes.range(), desc), refused, "the descriptor of a closed region");
+    assert_bytes(&memory.all(), &before, "the target of refused transfers");
 }
 
-pub(super) fn peer_of_another_endpoint_is_refused(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
-    let before = pattern(8, 64);
-    let region = link.target.register(before.clone(), REMOTE);
+pub(super) fn peer_of_another_endpoint_is_refused(case: &Case) {
+    let link = Link::open(case);
+    let memory = link.filled(&pattern(8, 64));
+    let region = link.expose(memory.range(), REMOTE);
     let key = link.key(&region);
-    let source = link.initiator.register(vec![0xEE; 64], LOCAL);
-    let slice = source.slice(0, 64).expect("inside");
+    let source = link.local(64, LOCAL);
     let attr = EndpointAttr::new(&link.initiator.cq);
     let lone = link.initiator.domain.open_endpoint(&attr).expect("open an endpoint");
-    for peer in [link.peer, PeerId(0), PeerId(u64::MAX)] {
-        let there = [remote(&key, 0, 64)];
-        let posted = [
-            lone.write(&[slice], &there, peer, 1),
-            lone.read(&[slice], &there, peer, 1),
-            lone.send(&[slice], None, peer, 1),
+    let there = [remote(&key, 0, 64)];
+    let (op, datatype) = (AtomicOp::Sum, AtomicType::U64);
+    for peer in [link.peer, PeerId(0), PeerId(u64::MAX), PeerId(link.peer.0.wrapping_add(1))] {
+        let mut operations = vec![
+            Operation::Write { remote: &there },
+            Operation::Read { remote: &there },
+            Operation::Send { tag: None, invalidate: None },
         ];
-        for posted in posted {
+        if case.control.is_some() {
+            operations.extend([
+                Operation::Atomic { op, datatype, remote: there[0], result: None, compare: None },
+                Operation::Receive { tag: None, from: Some(peer) },
+            ]);
+        }
+        if case.attr.cq_data_size > 0 {
+            operations.push(Operation::WriteImmediate { remote: &there, data: 1 });
+            operations.push(Operation::SendImmediate { tag: None, data: 1 });
+        }
+        for operation in operations {
+            let local = &[source.segment(0, 64)];
+            let request = WorkRequest { operation, local, peer, context: 1 };
+            // SAFETY: the memory belongs to the test and outlives the transfer.
+            let posted = unsafe { lone.post(&request) };
             let error = posted.expect_err("a post to a peer that was not resolved");
             assert_kind(&error, ErrorKind::InvalidArgument, "a post to an unresolved peer");
         }
     }
-    assert_bytes(&contents(&region), &before, "the memory of a peer that was not resolved");
+    assert_bytes(&memory.all(), &pattern(8, 64), "the memory of a peer that was not resolved");
     link.assert_works(&key);
-    Ok(())
+    if case.has(MrMode::ENDPOINT) {
+        return;
+    }
+    let known = lone.resolve(&link.target.endpoint.name()).expect("resolve");
+    let request = WorkRequest {
+        operation: Operation::Write { remote: &there },
+        local: &[source.segment(0, 64)],
+        peer: known,
+        context: 1,
+    };
+    // SAFETY: the memory belongs to the test and outlives the transfer.
+    unsafe { lone.post(&request) }.expect("post to a peer that was resolved");
+    assert_eq!(link.ended().expect("write"), 64);
 }
 
-pub(super) fn memory_is_registered_again_after_close(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
+pub(super) fn memory_is_registered_again_after_close(case: &Case) {
+    let link = Link::open(case);
     let mut bytes = pattern(7, 8192);
     for round in 0..8u64 {
         bytes[..8].copy_from_slice(&round.to_le_bytes());
@@ -194,11 +194,10 @@ pub(super) fn memory_is_registered_again_after_close(provider: &Arc<dyn Provider
         assert_bytes(&found, &round.to_le_bytes(), "bytes of this registration");
         bytes = region.close().expect("close");
     }
-    Ok(())
 }
 
-pub(super) fn threads_register_and_close_at_once(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
+pub(super) fn threads_register_and_close_at_once(case: &Case) {
+    let link = Link::open(case);
     let domain = &link.target.domain;
     let idle = domain.live();
     thread::scope(|scope| {
@@ -218,11 +217,10 @@ pub(super) fn threads_register_and_close_at_once(provider: &Arc<dyn Provider>) -
     assert_eq!(domain.live(), idle, "something is left of the threads' regions");
     let region = link.target.register(pattern(1, 4096), REMOTE);
     link.assert_works(&link.key(&region));
-    Ok(())
 }
 
-pub(super) fn closing_everything_leaves_nothing_live(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
+pub(super) fn closing_everything_leaves_nothing_live(case: &Case) {
+    let link = Link::open(case);
     let regions: Vec<_> =
         (0..4).map(|seed| link.target.register(pattern(seed, 4096), REMOTE)).collect();
     let live = link.target.domain.live();
@@ -236,31 +234,37 @@ pub(super) fn closing_everything_leaves_nothing_live(provider: &Arc<dyn Provider
     for region in regions {
         region.close().expect("close");
     }
-    let Link { initiator, target, .. } = link;
-    for side in [initiator, target] {
+    for side in link.into_sides() {
         side.endpoint.close().expect("close the endpoint");
         assert_eq!(side.domain.live(), LiveObjects::default());
         drop(side.cq);
         side.domain.close().expect("close the domain");
     }
-    Ok(())
 }
 
-pub(super) fn opening_and_closing_leaks_no_fd(provider: &Arc<dyn Provider>) -> Outcome {
+pub(super) fn opening_and_closing_leaks_no_fd(case: &Case) {
     assert_no_fd_leaks("open, transfer and close", || {
-        let link = Link::open(provider);
+        let link = Link::open(case);
         let region = link.target.register(pattern(8, 4096), REMOTE);
         link.assert_works(&link.key(&region));
     });
-    Ok(())
 }
 
-/// Asserts that a region which a sub-region or window uses cannot be closed, and still works.
-/// Returns the region.
-pub(super) fn assert_busy(link: &Link, region: Region<Vec<u8>>) -> Region<Vec<u8>> {
+/// Asserts that a region which something depends on cannot be closed, and still works. Returns the
+/// region.
+pub(super) fn assert_busy(link: &Link, region: Exposed) -> Exposed {
     let key = link.key(&region);
     let rejected = region.close().expect_err("something depends on the region");
     assert_kind(&rejected.error, ErrorKind::Busy, "closing a region that is in use");
+    assert_eq!(rejected.error.fi_errno(), 16, "{}", rejected.error);
     link.assert_works(&key);
     rejected.value
+}
+
+/// Asserts that the provider itself refuses to deregister a region that something depends on.
+pub(super) fn assert_busy_past_the_domain(link: &Link, region: &MemoryRegion) {
+    let handle = region.provider_region().expect("handle");
+    let refused = link.target.domain.provider_domain().deregister(handle);
+    let error = refused.expect_err("something depends on the region");
+    assert_kind(&error, ErrorKind::Busy, "deregistering a region that is in use");
 }

@@ -1,19 +1,17 @@
 //! Behaviours of transfers: every byte arrives, and no other byte changes.
 
-#![allow(unsafe_code, reason = "registers memory by address")]
-
-use std::sync::Arc;
+use std::{thread, time::Duration};
 
 use hmem_core::{
-    Access, Address, AddressRange, AllocationKind, Atomic, DeviceBuffer, DeviceId, ErrorKind,
-    Iface, MrMode, Path, Promise, Raw,
-    iface::AllocRequest,
-    path::P2pPolicy,
-    provider::{MsgOrder, ProgressModel, Provider},
-    transfer::{AtomicOp, AtomicType, CompletionKind},
+    Access, ErrorKind, MrFlags, Path,
+    provider::{MsgOrder, ProgressModel},
+    transfer::{CompletionKind, Operation},
 };
 
-use super::link::{LOCAL, Link, REMOTE, contents, eventually, remote};
+use super::{
+    case::{Case, LOCAL, REMOTE, TestMemory},
+    link::{Link, eventually, mr_attr, remote, segment},
+};
 use crate::{
     bytes::{assert_bytes, pattern},
     trial::{Outcome, skip},
@@ -26,112 +24,102 @@ const LEN: u64 = 200_000;
 /// and an odd number of bytes in the middle.
 const PARTS: [(u64, u64); 4] = [(0, LEN), (0, 1), (LEN - 1, 1), (4095, 70_001)];
 
-pub(super) fn write_and_read_move_exactly_the_named_bytes(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
-    let mut expected = pattern(1, LEN);
-    let region = link.target.register(expected.clone(), REMOTE);
+pub(super) fn write_and_read_move_exactly_the_named_bytes(case: &Case) {
+    let link = Link::open(case);
+    let mut expected = pattern(1, LEN + 200);
+    let memory = link.filled(&expected);
+    let region = link.expose(memory.part(100, LEN), REMOTE);
+    let path = match case.memory {
+        TestMemory::OwnedHost | TestMemory::Host => Path::PlainHost,
+        TestMemory::Device => Path::DmaBuf,
+        TestMemory::StagedDevice => Path::Staged,
+    };
+    assert_eq!(region.decision().expect("decision").path, path);
     let key = link.key(&region);
     for (seed, (offset, len)) in PARTS.into_iter().enumerate() {
         let bytes = pattern(seed as u64 + 10, len);
         assert_eq!(link.push(&key, offset, &bytes).expect("write"), len, "bytes written");
-        expected[offset as usize..(offset + len) as usize].copy_from_slice(&bytes);
-        assert_bytes(&contents(&region), &expected, &format!("{len} bytes written to {offset}"));
+        let start = 100 + offset as usize;
+        expected[start..start + bytes.len()].copy_from_slice(&bytes);
+        assert_bytes(&memory.all(), &expected, &format!("{len} bytes written to {offset}"));
         let found = link.pull(&key, offset, len).expect("read");
         assert_bytes(&found, &bytes, &format!("{len} bytes read from {offset}"));
     }
-    Ok(())
 }
 
-pub(super) fn region_of_several_ranges_is_one_run_of_bytes(
-    provider: &Arc<dyn Provider>,
-) -> Outcome {
-    let link = Link::open(provider);
-    if link.target.domain.provider_attr().mr_iov_limit < 2 {
-        return skip("a region of this NIC has one range");
+pub(super) fn region_of_several_ranges_is_one_run_of_bytes(case: &Case) -> Outcome {
+    let link = Link::open(case);
+    if case.attr.mr_iov_limit < 4 {
+        return skip("a region of this NIC has less than four ranges");
     }
-    if link.has(MrMode::VIRT_ADDR) {
-        return skip("peers address each range by its own virtual address");
-    }
-    let memory = pattern(1, 12_288);
-    let whole = AddressRange::of(&memory);
-    let ranges =
-        [(8192, 1000), (100, 3000)].map(|(offset, len)| whole.slice(offset, len).expect("inside"));
-    // SAFETY: the vector outlives the region. Remote requests only read it, and so does this
-    // function.
-    let raw = unsafe { Raw::new(Box::from(ranges), Promise::ReadWrite) };
-    let region = link.target.register(raw, REMOTE);
-    let found = link.pull(&link.key(&region), 0, 4000).expect("read");
-    let expected = [&memory[8192..9192], &memory[100..3100]].concat();
-    assert_bytes(&found, &expected, "two ranges as one run");
-    region.close().expect("close");
-    Ok(())
-}
-
-pub(super) fn message_arrives_in_the_posted_buffer(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
-    let into = link.target.register(vec![0xEE; 5000], Access::RECV);
-    let message = pattern(2, 3000);
-    let from = link.initiator.register(message.clone(), Access::SEND);
-    let slice = into.slice(1000, 3000).expect("inside");
-    link.target.endpoint.receive(&[slice], None, 2).expect("post a receive");
-    let slice = from.slice(0, 3000).expect("inside");
-    link.initiator.endpoint.send(&[slice], None, link.peer, 1).expect("post a send");
-    assert_eq!(link.ended().expect("send"), 3000, "bytes sent");
-    let received = link.target.wait(&link.initiator);
-    assert_eq!((received.context, received.result.expect("receive")), (2, 3000));
-    let expected = [&[0xEE; 1000][..], &message, &[0xEE; 1000]].concat();
-    assert_bytes(&contents(&into), &expected, "the receive buffer");
-    Ok(())
-}
-
-pub(super) fn atomic_returns_the_old_value_and_adds(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
-    // The element of an atomic must be aligned, and a vector of bytes may start at any address.
-    let bytes = pattern(3, 64);
-    let before = bytes.clone();
-    let region = link.target.register(bytes, REMOTE);
-    let aligned =
-        (region.range().start().0.next_multiple_of(8) - region.range().start().0) as usize;
-    region.write(aligned as u64, &40u64.to_le_bytes()).expect("copy in");
+    let memory = link.filled(&pattern(1, 16 << 10));
+    // Ranges with gaps between them, adjacent ones, and ones in descending order.
+    let ranges = [(8192, 100), (8292, 50), (3, 1), (4096, 777)];
+    let ranges = ranges.map(|(start, len)| memory.part(start, len));
+    let region = link.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::empty()).expect("register");
+    assert_eq!((region.len(), region.ranges()), (928, &ranges[..]));
     let key = link.key(&region);
-    let operands = link.initiator.register([2u64.to_le_bytes(), [0; 8]].concat(), LOCAL);
-    let atomic = Atomic {
-        op: AtomicOp::Sum,
-        datatype: AtomicType::U64,
-        remote: remote(&key, aligned as u64, 8),
-        operand: operands.slice(0, 8).expect("inside"),
-        result: Some(operands.slice(8, 8).expect("inside")),
-        compare: None,
-    };
-    let posted = link.initiator.endpoint.atomic(&atomic, link.peer, 1);
-    match posted.and_then(|()| link.ended()) {
-        Err(why) if why.kind() == ErrorKind::Unsupported => return skip(why.to_string()),
-        result => assert_eq!(result.expect("atomic"), 8, "bytes of an atomic"),
+    let found = || [memory.get(8192, 150), memory.get(3, 1), memory.get(4096, 777)].concat();
+    assert_bytes(&link.pull(&key, 0, 928).expect("read"), &found(), "four ranges as one run");
+    let bytes = pattern(3, 928);
+    link.push(&key, 0, &bytes).expect("write across every seam");
+    assert_bytes(&found(), &bytes, "written across every seam");
+    assert_bytes(&link.pull(&key, 99, 53).expect("read"), &bytes[99..152], "three ranges");
+    for (offset, len) in [(928, 1), (927, 2)] {
+        let write = link.push(&key, offset, &vec![1; len]);
+        case.assert_refused(write, ErrorKind::OutOfBounds, "a write past the last range");
     }
-    assert_bytes(&contents(&operands)[8..], &40u64.to_le_bytes(), "the old value");
-    let mut expected = before;
-    expected[aligned..aligned + 8].copy_from_slice(&42u64.to_le_bytes());
-    assert_bytes(&contents(&region), &expected, "the target of an atomic");
+    let last = [bytes[927], pattern(1, 16 << 10)[4096 + 777]];
+    assert_bytes(&memory.get(4096 + 776, 2), &last, "the end after a refused write");
     Ok(())
 }
 
-pub(super) fn each_request_completes_once_with_its_context(
-    provider: &Arc<dyn Provider>,
-) -> Outcome {
+pub(super) fn message_arrives_in_the_posted_buffer(case: &Case) {
+    let link = Link::open(case);
+    let inbox = link.filled(&[0xEE; 5000]);
+    let into = link.expose(inbox.range(), Access::RECV);
+    let message = pattern(2, 3000);
+    let from = link.local(3000, Access::SEND);
+    from.bytes.put(0, &message);
+    let into = segment(inbox.part(1000, 3000), Some(into.desc().expect("descriptor")));
+    let (sent, received) = link.send(from.segment(0, 3000), into);
+    assert_eq!((sent.expect("send"), received.expect("receive")), (3000, 3000));
+    let expected = [&[0xEE; 1000][..], &message, &[0xEE; 1000]].concat();
+    assert_bytes(&inbox.all(), &expected, "the receive buffer");
+}
+
+pub(super) fn atomic_returns_the_old_value_and_adds(case: &Case) -> Outcome {
+    let link = Link::open(case);
+    let mut expected = pattern(3, 64);
+    expected[8..16].copy_from_slice(&40u64.to_le_bytes());
+    let memory = link.filled(&expected);
+    let region = link.expose(memory.range(), REMOTE);
+    match link.fetch_add(&link.key(&region), 8, 2) {
+        Err(why) if why.kind() == ErrorKind::Unsupported => return skip(why.to_string()),
+        old => assert_eq!(old.expect("atomic"), 40, "the old value"),
+    }
+    expected[8..16].copy_from_slice(&42u64.to_le_bytes());
+    assert_bytes(&memory.all(), &expected, "the target of an atomic");
+    Ok(())
+}
+
+pub(super) fn each_request_completes_once_with_its_context(case: &Case) {
     const REQUESTS: u64 = 32;
-    let link = Link::open(provider);
-    let region = link.target.register(vec![0; REQUESTS as usize * 8], REMOTE);
+    let link = Link::open(case);
+    let target = link.bytes(REQUESTS as usize * 8);
+    let region = link.expose(target.range(), REMOTE);
     let key = link.key(&region);
     let bytes = pattern(5, REQUESTS * 8);
-    let source = link.initiator.register(bytes.clone(), LOCAL);
+    let source = link.local(bytes.len(), LOCAL);
+    source.bytes.put(0, &bytes);
     for number in 0..REQUESTS {
-        let (slice, to) = (source.slice(number * 8, 8), [remote(&key, number * 8, 8)]);
-        let endpoint = &link.initiator.endpoint;
-        endpoint.write(&[slice.expect("inside")], &to, link.peer, 1000 + number).expect("post");
+        let write = [remote(&key, number * 8, 8)];
+        let local = [source.segment(number * 8, 8)];
+        link.post(Operation::Write { remote: &write }, &local, 1000 + number).expect("post");
     }
     let mut contexts = Vec::new();
     for _ in 0..REQUESTS {
-        let completion = link.initiator.wait(&link.target);
+        let completion = link.completion();
         assert_eq!(completion.kind, CompletionKind::Write);
         assert_eq!(completion.result.expect("write"), 8, "bytes written");
         contexts.push(completion.context);
@@ -140,20 +128,23 @@ pub(super) fn each_request_completes_once_with_its_context(
     assert_eq!(contexts, (1000..1000 + REQUESTS).collect::<Vec<_>>());
     let mut more = Vec::new();
     assert_eq!(link.initiator.cq.read(&mut more, 1).expect("read completions"), 0, "{more:?}");
-    assert_bytes(&contents(&region), &bytes, "all requests together");
-    Ok(())
+    assert_bytes(&target.all(), &bytes, "all requests together");
 }
 
-pub(super) fn transfers_progress_by_the_declared_agent(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::open(provider);
-    let region = link.target.register(vec![1; 64], REMOTE);
+pub(super) fn transfers_progress_by_the_declared_agent(case: &Case) {
+    let link = Link::open(case);
+    let target = link.filled(&[1; 64]);
+    let region = link.expose(target.range(), REMOTE);
     let key = link.key(&region);
-    let source = link.initiator.register(vec![7; 64], LOCAL);
-    let slice = source.slice(0, 64).expect("inside");
-    link.initiator.endpoint.write(&[slice], &[remote(&key, 0, 64)], link.peer, 1).expect("post");
-    let has_arrived = || contents(&region) == [7; 64];
-    match link.initiator.domain.provider_attr().progress {
+    let source = link.local(64, LOCAL);
+    source.bytes.put(0, &[7; 64]);
+    let there = [remote(&key, 0, 64)];
+    link.post(Operation::Write { remote: &there }, &[source.segment(0, 64)], 1).expect("post");
+    let has_arrived = || target.all() == [7; 64];
+    match case.attr.progress {
         ProgressModel::Manual => {
+            // Waits, so that a transfer that makes progress without a call would move its bytes.
+            thread::sleep(Duration::from_millis(5));
             assert!(!has_arrived(), "the bytes moved without a call");
             let domain = &link.initiator.domain;
             if domain.provider_domain().manual_progress().is_some() {
@@ -167,87 +158,82 @@ pub(super) fn transfers_progress_by_the_declared_agent(provider: &Arc<dyn Provid
     }
     assert_eq!(link.ended().expect("write"), 64, "bytes written");
     assert!(has_arrived(), "the transfer completed and moved nothing");
-    Ok(())
 }
 
-/// Tests the order of requests that the provider declares: posts two writes to the same bytes and
-/// then a read of these bytes, all of which are in flight at once.
-pub(super) fn requests_take_effect_in_the_declared_order(provider: &Arc<dyn Provider>) -> Outcome {
+/// Tests the order of requests that the provider declares: posts two writes to the same bytes, a
+/// read of these bytes and another write, all of which are in flight at once.
+pub(super) fn requests_take_effect_in_the_declared_order(case: &Case) -> Outcome {
     const LEN: u64 = 16 << 10;
-    let link = Link::open(provider);
-    let order = link.initiator.domain.provider_attr().order;
+    let link = Link::open(case);
+    let order = case.attr.order;
     if !order.contains(MsgOrder::WAW) {
         return skip("the provider declares no order of writes");
     }
-    let region = link.target.register(vec![1; LEN as usize], REMOTE);
+    let target = link.bytes(LEN as usize);
+    let region = link.expose(target.range(), REMOTE);
     let key = link.key(&region);
+    let local = link.local(4 * LEN as usize, LOCAL);
     let there = [remote(&key, 0, LEN)];
-    let reads = order.contains(MsgOrder::RAW);
+    let (write, read) = (Operation::Write { remote: &there }, Operation::Read { remote: &there });
+    let read_follows = order.contains(MsgOrder::RAW);
+    let write_follows = read_follows && order.contains(MsgOrder::WAR);
     for round in 0..8 {
-        let [first, second, sink] =
-            [pattern(round, LEN), pattern(round + 50, LEN), vec![0; LEN as usize]]
-                .map(|bytes| link.initiator.register(bytes, LOCAL));
-        let endpoint = &link.initiator.endpoint;
-        for source in [&first, &second] {
-            let slice = source.slice(0, LEN).expect("inside");
-            endpoint.write(&[slice], &there, link.peer, 1).expect("post a write");
+        let writes = [0, 50, 100].map(|seed| pattern(round + seed, LEN));
+        for (number, bytes) in (0..).zip(&writes) {
+            local.bytes.put(number * LEN, bytes);
         }
-        if reads {
-            let slice = sink.slice(0, LEN).expect("inside");
-            endpoint.read(&[slice], &there, link.peer, 1).expect("post a read");
+        let mut posts = vec![(write, 0), (write, 1)];
+        posts.extend(read_follows.then_some((read, 3)));
+        posts.extend(write_follows.then_some((write, 2)));
+        for (operation, buffer) in &posts {
+            link.post(*operation, &[local.segment(buffer * LEN, LEN)], 1).expect("post");
         }
-        for _ in 0..2 + u64::from(reads) {
+        for _ in &posts {
             link.ended().expect("transfer");
         }
-        assert_bytes(&contents(&region), &contents(&second), "a write overtook another write");
-        if reads {
-            assert_bytes(&contents(&sink), &contents(&second), "the read overtook a write");
+        let last = &writes[if write_follows { 2 } else { 1 }];
+        assert_bytes(&target.all(), last, "a write overtook an earlier one");
+        if read_follows {
+            let seen = local.bytes.get(3 * LEN, LEN as usize);
+            assert_bytes(&seen, &writes[1], "the read overtook a write, or a write the read");
         }
     }
     Ok(())
 }
 
-pub(super) fn device_memory_is_reached_by_its_dma_buf(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::with(provider, P2pPolicy::Required);
-    if !link.target.domain.provider_attr().imports.dma_buf {
-        return skip("the NIC imports no dma-bufs");
+/// Tests the declared order of messages and writes. Each message follows a write to the bytes
+/// behind the message's own receive buffer.
+pub(super) fn messages_keep_the_declared_order(case: &Case) {
+    const MESSAGES: u64 = 8;
+    let link = Link::open(case);
+    let order = case.attr.order;
+    let target = link.bytes(16 * MESSAGES as usize);
+    let region = link.expose(target.range(), REMOTE | LOCAL);
+    let key = link.key(&region);
+    let desc = region.desc().expect("descriptor");
+    let local = link.local(16 * MESSAGES as usize, LOCAL);
+    for number in 0..MESSAGES {
+        local.bytes.put(16 * number, &[number as u8 + 1; 16]);
+        let into = segment(target.part(16 * number, 8), Some(desc));
+        link.target.receive(into, number).expect("post a receive");
     }
-    device_memory(&link, Path::DmaBuf)
-}
-
-pub(super) fn device_memory_is_reached_by_staged_copies(provider: &Arc<dyn Provider>) -> Outcome {
-    let link = Link::with(provider, P2pPolicy::Disabled);
-    let attr = link.target.domain.provider_attr();
-    if !attr.imports.staged || !attr.staged_access.contains(REMOTE) {
-        return skip("peers of this NIC do not reach staged memory");
+    for number in 0..MESSAGES {
+        let (after, bytes) = ([remote(&key, 16 * number + 8, 8)], local.segment(16 * number, 8));
+        link.post(Operation::Write { remote: &after }, &[bytes], number).expect("post a write");
+        let message = Operation::Send { tag: None, invalidate: None };
+        link.post(message, &[bytes], number).expect("post a message");
     }
-    device_memory(&link, Path::Staged)
-}
-
-/// Tests that the domain registers each of [`PARTS`] of device memory by the path `path`. A write
-/// and a read of each part must move the right bytes.
-fn device_memory(link: &Link, path: Path) -> Outcome {
-    let device = Arc::<hmem_iface_system::Simulated>::clone(&link.device) as Arc<dyn Iface>;
-    let request = AllocRequest { len: LEN, device: DeviceId(0), kind: AllocationKind::Device };
-    let buffer = DeviceBuffer::allocate(&device, &request).expect("allocate");
-    let mut expected = pattern(4, LEN);
-    for (seed, (offset, len)) in PARTS.into_iter().enumerate() {
-        buffer.write(0, &expected).expect("copy in");
-        let start = Address(buffer.allocation().base().0 + offset);
-        let range = AddressRange::new(start, len).expect("inside");
-        // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
-        let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
-        let region = link.target.register(memory, REMOTE);
-        assert_eq!(region.decision().expect("decision").path, path);
-        let key = link.key(&region);
-        let bytes = pattern(seed as u64 + 20, len);
-        assert_eq!(link.push(&key, 0, &bytes).expect("write"), len, "bytes written");
-        expected[offset as usize..(offset + len) as usize].copy_from_slice(&bytes);
-        let mut found = vec![0; LEN as usize];
-        buffer.read(0, &mut found).expect("copy out");
-        assert_bytes(&found, &expected, &format!("{len} bytes written to {offset}"));
-        assert_bytes(&link.pull(&key, 0, len).expect("read"), &bytes, "bytes read");
-        region.close().expect("close");
+    for number in 0..MESSAGES {
+        let (received, _) = link.arrived();
+        assert_eq!(received.kind, CompletionKind::Receive);
+        received.result.expect("receive");
+        let expected = [number as u8 + 1; 8];
+        if order.contains(MsgOrder::SAS) {
+            assert_eq!(received.context, number);
+            assert_eq!(target.get(16 * number, 8), expected, "a message overtook another");
+        }
+        if order.contains(MsgOrder::SAW) {
+            assert_eq!(target.get(16 * number + 8, 8), expected, "a message overtook a write");
+        }
     }
-    Ok(())
 }

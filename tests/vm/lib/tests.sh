@@ -126,6 +126,7 @@ place_tests() {
             {
                 ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}"
                 [[ ${name#rdma-} != behaviour ]] || behaviour_arguments
+                [[ ${name#rdma-} != conformance || $filter ]] || echo verbs::
             } >"$guest_root/tests/$name.arguments"
             printf '%s\n' "cd /tmp" "export HMEM_TEST_CONFIG=verbs HMEM_VERBS_DEVICE=rxe0 HMEM_VERBS_SECOND_DEVICE=rxe1" \
                 >"$guest_root/tests/$name.environment"

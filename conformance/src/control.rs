@@ -1,0 +1,77 @@
+//! Control over a back end that ordinary callers do not have.
+
+use std::fmt::Debug;
+
+use hmem_core::{
+    Errno,
+    testing::{self, Gate},
+};
+use hmem_provider_loopback::{Faults, NicCall};
+
+/// A kind of call that a test makes wait or fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Call {
+    /// The registration of memory, before its key is valid.
+    Register,
+    /// The registration of a part of a region.
+    RegisterSub,
+    /// The deregistration of a region, before it changes anything.
+    Deregister,
+    /// The refresh of a region's pages. Transfers through the region fail meanwhile.
+    Refresh,
+    /// The execution of a write, read, atomic or send, after its checks and before it changes any
+    /// memory.
+    Transfer,
+}
+
+/// Control of a test over a provider. A back end may offer it to [`Suite`](crate::Suite). Without
+/// it, the suite ignores the behaviours that need it, and accepts every kind of access error.
+pub trait TestControl: Debug + Send + Sync {
+    /// Makes the next call of this kind wait until the gate is released or dropped. Returns `None`
+    /// if the back end cannot hold such calls.
+    fn hold(&self, call: Call) -> Option<Gate>;
+
+    /// Makes the `nth` call of this kind from now on fail with `errno`, where 1 is the next.
+    /// Returns false if the back end cannot do so.
+    fn fail_nth(&self, call: Call, nth: u64, errno: Errno) -> bool;
+
+    /// Returns the number of calls of this kind since the first call of this method. Returns `None`
+    /// if the back end does not count them.
+    fn calls(&self, call: Call) -> Option<u64>;
+
+    /// Returns true if a refused access has the kind of error of its reason. RDMA devices report an
+    /// invalid key, a range out of bounds, an absent page and a missing right alike.
+    fn tells_reasons(&self) -> bool;
+}
+
+/// The software NIC obeys by its fault injector.
+impl TestControl for Faults {
+    fn hold(&self, call: Call) -> Option<Gate> {
+        Some(testing::Faults::hold(self, nic_call(call)))
+    }
+
+    fn fail_nth(&self, call: Call, nth: u64, errno: Errno) -> bool {
+        testing::Faults::fail_nth(self, nic_call(call), nth, errno);
+        true
+    }
+
+    fn calls(&self, call: Call) -> Option<u64> {
+        self.start_counting();
+        Some(testing::Faults::calls(self, nic_call(call)))
+    }
+
+    fn tells_reasons(&self) -> bool {
+        true
+    }
+}
+
+fn nic_call(call: Call) -> NicCall {
+    match call {
+        Call::Register => NicCall::Register,
+        Call::RegisterSub => NicCall::RegisterSub,
+        Call::Deregister => NicCall::Deregister,
+        Call::Refresh => NicCall::Refresh,
+        Call::Transfer => NicCall::Transfer,
+    }
+}
