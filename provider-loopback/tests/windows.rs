@@ -122,101 +122,13 @@ fn type_1_bind_changes_the_tag_and_ends_the_old_key() {
         refused(scene.post_bind(there, unbound, 8, Addressing::Virtual, 1), ErrorKind::BadState);
         there.domain.windows().unwrap().free_window(unbound).unwrap();
         refused(there.domain.windows().unwrap().free_window(unbound), ErrorKind::InvalidArgument);
+        let foreign = scene.pair.here.domain.windows().unwrap();
+        let two = there.domain.windows().unwrap().alloc_window(WindowType::TwoA).unwrap();
+        refused(scene.bind(two, 0, 8, READ), ErrorKind::BadState);
+        refused(foreign.free_window(two), ErrorKind::InvalidArgument);
+        there.domain.windows().unwrap().free_window(two).unwrap();
         there.domain.deregister(scene.region).unwrap();
         assert_eq!(there.domain.live().windows, 0);
-    }
-}
-
-/// MW-02
-#[test]
-fn type_2_bind_is_posted_and_uses_the_callers_tag() {
-    for scene in scenes() {
-        for kind in [WindowType::TwoA, WindowType::TwoB] {
-            let there = &scene.pair.there;
-            let window = there.domain.windows().unwrap().alloc_window(kind).unwrap();
-            refused(scene.bind(window, 0, 8, READ), ErrorKind::BadState);
-            refused(
-                scene.post_bind(there, window, 0, Addressing::Virtual, 1),
-                ErrorKind::ZeroLength,
-            );
-            let key = scene.post_bind(there, window, 64, Addressing::Virtual, 0x5a).unwrap();
-            assert_eq!(key & 0xff, 0x5a);
-            let virtual_key = scene.virtual_key(key, 64, 64);
-            scene.write(&virtual_key, scene.target.address().0 + 120, 8).unwrap();
-            refused(
-                scene.post_bind(there, window, 64, Addressing::Virtual, 1),
-                ErrorKind::BadState,
-            );
-            there.run(Operation::InvalidateWindow { window }, &[], PeerId(0)).unwrap();
-            refused(
-                scene.write(&virtual_key, scene.target.address().0 + 120, 8),
-                ErrorKind::InvalidKey,
-            );
-            let key = scene.post_bind(there, window, 64, Addressing::ZeroBased, 7).unwrap();
-            let zero_based = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, key);
-            scene.write(&zero_based, 1, 63).unwrap();
-            assert_eq!(scene.target.get(64 + 63), 3);
-            for (at, len) in [(1, 64), (64, 1), (u64::MAX, 1)] {
-                refused(scene.write(&zero_based, at, len), ErrorKind::OutOfBounds);
-            }
-            there.domain.windows().unwrap().free_window(window).unwrap();
-            refused(scene.write(&zero_based, 0, 1), ErrorKind::InvalidKey);
-        }
-    }
-}
-
-/// MW-03
-#[test]
-fn type_2_window_is_used_through_its_endpoint_only() {
-    for scene in scenes() {
-        for (kind, holds) in [(WindowType::TwoA, true), (WindowType::TwoB, false)] {
-            let other = End::open(&scene.pair.there.domain);
-            let window = scene.pair.there.domain.windows().unwrap().alloc_window(kind).unwrap();
-            let key = scene.post_bind(&other, window, 64, Addressing::ZeroBased, 1).unwrap();
-            let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, key);
-            refused(scene.write(&key, 0, 8), ErrorKind::AccessDenied);
-            let to_other = scene.pair.here.peer(&other);
-            let source = Buffer::filled(8, 1);
-            scene.pair.here.write(to_other, &[source.whole()], &key, 0).unwrap();
-            if holds {
-                refused(other.endpoint.close(), ErrorKind::Busy);
-                other.run(Operation::InvalidateWindow { window }, &[], PeerId(0)).unwrap();
-            }
-            other.endpoint.close().unwrap();
-            scene.pair.there.domain.windows().unwrap().free_window(window).unwrap();
-        }
-    }
-}
-
-/// MW-04
-#[test]
-fn send_with_invalidate_ends_the_key_and_keeps_the_window() {
-    for scene in scenes() {
-        let there = &scene.pair.there;
-        let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
-        let number = scene.post_bind(there, window, 64, Addressing::ZeroBased, 9).unwrap();
-        let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, number);
-        let wrong = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, number ^ 1);
-        let region = remote(scene.region, 256);
-        let send = |key| Operation::Send { tag: None, invalidate: Some(key) };
-        refused(scene.pair.here.run(send(&wrong), &[], scene.pair.to), ErrorKind::InvalidKey);
-        refused(scene.pair.here.run(send(&region), &[], scene.pair.to), ErrorKind::InvalidKey);
-        scene.write(&key, 0, 8).unwrap();
-        let sink = Buffer::new(8);
-        let receive = Operation::Receive { tag: None, from: None };
-        there.post(receive, &[sink.whole()], PeerId(0), 1).unwrap();
-        scene.pair.here.run(send(&key), &[Buffer::filled(4, 1).whole()], scene.pair.to).unwrap();
-        let received = there.next();
-        assert_eq!((received.result.unwrap(), received.invalidated), (4, Some(number)));
-        refused(scene.write(&key, 0, 8), ErrorKind::InvalidKey);
-        // The window is free, not invalid: a message may invalidate the key again, and the window
-        // may be bound again.
-        scene.pair.here.run(send(&key), &[], scene.pair.to).unwrap();
-        // A receive that is posted after the message reports the invalidated key too.
-        there.post(receive, &[sink.whole()], PeerId(0), 1).unwrap();
-        assert_eq!(there.next().invalidated, Some(number));
-        scene.post_bind(there, window, 64, Addressing::ZeroBased, 9).unwrap();
-        scene.write(&key, 0, 8).unwrap();
     }
 }
 
@@ -250,101 +162,6 @@ fn window_bound_again_during_a_message_keeps_its_new_key() {
     });
     refused(scene.write(&old, 0, 8), ErrorKind::InvalidKey);
     scene.write(&new, 0, 8).unwrap();
-}
-
-/// MW-05
-#[test]
-fn windows_have_rights_of_their_own() {
-    for scene in scenes() {
-        let there = &scene.pair.there;
-        let base = scene.target.address().0;
-        // The region lets the NIC write but grants peers no rights. The window grants rights that
-        // the region does not.
-        refused(scene.write(&remote(scene.region, 256), 0, 8), ErrorKind::AccessDenied);
-        let window = there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
-        let window = scene.bind(window, 0, 64, WRITE).unwrap();
-        let key = scene.virtual_key(window.key, 0, 64);
-        scene.write(&key, base, 8).unwrap();
-        refused(scene.read(&key, base, 8), ErrorKind::AccessDenied);
-        let readable = RegAttr::key(2)
-            .access(Access::SEND | Access::MW_BIND)
-            .register(&*there.domain, &[host(scene.target.range(), true)])
-            .unwrap();
-        let bind = |access| {
-            let bind = WindowBind {
-                region: readable,
-                offset: 0,
-                len: 8,
-                access,
-                addressing: Addressing::Virtual,
-            };
-            there.domain.windows().unwrap().bind_window(window, &bind)
-        };
-        refused(bind(WRITE), ErrorKind::AccessDenied);
-        scene.write(&key, base, 8).unwrap();
-        bind(READ).unwrap();
-        refused(scene.write(&key, base, 8), ErrorKind::InvalidKey);
-    }
-}
-
-/// MW-06
-#[test]
-fn windows_overlap_and_keep_their_region() {
-    for scene in scenes() {
-        let there = &scene.pair.there;
-        let one = there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
-        let one = scene.bind(one, 32, 64, READ).unwrap();
-        let two = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
-        let two_key = scene.post_bind(there, two, 64, Addressing::ZeroBased, 1).unwrap();
-        let base = scene.target.address().0;
-        scene.write(&RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, two_key), 0, 64).unwrap();
-        let sink = Buffer::new(64);
-        scene
-            .pair
-            .here
-            .read(scene.pair.to, &[sink.whole()], &scene.virtual_key(one.key, 32, 64), base + 32)
-            .unwrap();
-        assert_eq!(sink.bytes(), [[0; 32], [3; 32]].concat());
-        refused(there.domain.deregister(scene.region), ErrorKind::Busy);
-        there.run(Operation::InvalidateWindow { window: two }, &[], PeerId(0)).unwrap();
-        refused(there.domain.deregister(scene.region), ErrorKind::Busy);
-        scene.bind(one, 0, 0, Access::empty()).unwrap();
-        there.domain.deregister(scene.region).unwrap();
-        assert_eq!(there.domain.live().regions, 0);
-    }
-}
-
-/// MW-07
-#[test]
-fn windows_outside_their_region_or_of_another_domain_are_refused() {
-    for scene in scenes() {
-        let there = &scene.pair.there;
-        let window = there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
-        refused(scene.bind(window, 200, 57, READ), ErrorKind::OutOfBounds);
-        refused(scene.bind(window, u64::MAX, 1, READ), ErrorKind::OutOfBounds);
-        let foreign = RegAttr::key(9)
-            .register(&*scene.pair.here.domain, &[host(scene.target.range(), true)])
-            .unwrap();
-        let bind = WindowBind {
-            region: foreign,
-            offset: 0,
-            len: 1,
-            access: READ,
-            addressing: Addressing::Virtual,
-        };
-        refused(there.domain.windows().unwrap().bind_window(window, &bind), ErrorKind::NoRegion);
-        refused(
-            scene.pair.here.domain.windows().unwrap().free_window(window),
-            ErrorKind::InvalidArgument,
-        );
-        there.domain.deregister(scene.region).unwrap();
-        refused(scene.bind(window, 0, 1, READ), ErrorKind::NoRegion);
-    }
-    let provider = Loopback::builder().windows([WindowType::One]).build().unwrap();
-    refused(
-        domain(&provider, MrMode::empty()).windows().unwrap().alloc_window(WindowType::TwoA),
-        ErrorKind::Unsupported,
-    );
 }
 
 /// MW-04
