@@ -234,7 +234,7 @@ mod tests {
         // ioctl encoding.
         const UDMABUF_CREATE: u32 = 0x4018_7542;
         let create = UdmabufCreate { memfd: 0, flags: 0, offset: 0, size: 0 };
-        assert_eq!(create.opcode(), UDMABUF_CREATE);
+        assert_eq!(u64::from(create.opcode()), u64::from(UDMABUF_CREATE));
         assert_eq!(std::mem::offset_of!(UdmabufCreate, offset), 8);
         assert_eq!(std::mem::offset_of!(UdmabufCreate, size), 16);
     }

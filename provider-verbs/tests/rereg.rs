@@ -230,8 +230,10 @@ unsafe extern "C" fn held_rereg(
     0
 }
 
-extern "C" fn logged_dereg(_mr: *mut Mr) -> c_int {
+extern "C" fn logged_dereg(mr: *mut Mr) -> c_int {
     gate().log.push("dereg");
+    // SAFETY: the fake boxed the region, and each region is deregistered once.
+    drop(unsafe { Box::from_raw(mr) });
     0
 }
 

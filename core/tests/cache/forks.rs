@@ -105,13 +105,14 @@ fn grandchild_deregisters_no_region_of_its_parent() {
     let (cache, records) = cache(Limits::default());
     let status = in_fork(|| {
         let mine = cache.get_or_register(&key(0, PAGE)).unwrap();
+        let id = mine.id;
         let status = in_fork(|| {
             let its_own = cache.get_or_register(&key(0, PAGE)).unwrap();
             // SAFETY: the original is in the parent. This process exits without using it again.
             drop(unsafe { std::ptr::read(&raw const mine) });
             let kept = records.live() == 2 && records.deregistrations.load(Ordering::SeqCst) == 0;
             drop(its_own);
-            kept && records.live() == 1 && records.registered.lock().contains_key(&mine.id)
+            kept && records.live() == 1 && records.registered.lock().contains_key(&id)
         });
         drop(mine);
         status == 0 && records.live() == 0

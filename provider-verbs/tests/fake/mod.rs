@@ -105,8 +105,14 @@ extern "C" fn get_device_list(count: *mut c_int) -> *mut *mut Device {
     Box::into_raw(list.into_boxed_slice()).cast()
 }
 
-extern "C" fn free_device_list(_list: *mut *mut Device) {
+extern "C" fn free_device_list(list: *mut *mut Device) {
     called("free_device_list".into());
+    // SAFETY: the caller passes a list of `get_device_list`, which ends with a null pointer and is
+    // freed once.
+    unsafe {
+        let count = (0..).take_while(|&index| !(*list.add(index)).is_null()).count();
+        drop(Box::from_raw(ptr::slice_from_raw_parts_mut(list, count + 1)));
+    }
 }
 
 extern "C" fn get_device_name(device: *mut Device) -> *const c_char {
@@ -134,8 +140,8 @@ pub(crate) fn context(device: *mut Device) -> *mut Context {
         surrounding.sz = size_of::<VerbsContext>();
         surrounding.query_device_ex = Some(query_on_demand);
     }
-    // SAFETY: the pointer comes from `Box::into_raw`, so its fields are valid.
-    unsafe { &raw mut (*Box::into_raw(Box::new(surrounding))).context }
+    let surrounding = Box::into_raw(Box::new(surrounding));
+    surrounding.wrapping_byte_add(mem::offset_of!(VerbsContext, context)).cast()
 }
 
 unsafe extern "C" fn query_on_demand(
@@ -149,14 +155,18 @@ unsafe extern "C" fn query_on_demand(
     0
 }
 
-/// Returns a protection domain that the application created without the provider.
+/// Returns a protection domain that the application created without the provider. Neither the
+/// domain nor its context is ever freed.
 pub(crate) fn foreign_pd() -> *mut c_void {
     Box::into_raw(Box::new(Pd { context: context(ptr::without_provenance_mut(1)), handle: 9 }))
         .cast()
 }
 
-extern "C" fn close_device(_context: *mut Context) -> c_int {
+extern "C" fn close_device(context: *mut Context) -> c_int {
     called("close_device".into());
+    let surrounding = context.wrapping_byte_sub(mem::offset_of!(VerbsContext, context));
+    // SAFETY: `context` boxed the surrounding structure, and each device is closed once.
+    drop(unsafe { Box::from_raw(surrounding.cast::<VerbsContext>()) });
     0
 }
 
@@ -191,8 +201,10 @@ extern "C" fn alloc_pd(context: *mut Context) -> *mut Pd {
     Box::into_raw(Box::new(Pd { context, handle: 1 }))
 }
 
-extern "C" fn dealloc_pd(_pd: *mut Pd) -> c_int {
+extern "C" fn dealloc_pd(pd: *mut Pd) -> c_int {
     called("dealloc_pd".into());
+    // SAFETY: `alloc_pd` boxed the protection domain, and each one is freed once.
+    drop(unsafe { Box::from_raw(pd) });
     0
 }
 
@@ -247,9 +259,14 @@ extern "C" fn reg_dmabuf_mr(
     register(pd, ptr::null_mut(), length)
 }
 
-extern "C" fn dereg_mr(_mr: *mut Mr) -> c_int {
+extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
     called("dereg_mr".into());
-    with(|script| mem::take(&mut script.dereg))
+    let errno = with(|script| mem::take(&mut script.dereg));
+    if errno == 0 {
+        // SAFETY: `register` boxed the region, and no call after a success names it.
+        drop(unsafe { Box::from_raw(mr) });
+    }
+    errno
 }
 
 extern "C" fn rereg_mr(
