@@ -30,12 +30,6 @@ const fn step(command: &'static [&'static str]) -> Step {
     Step { environment: &[], command }
 }
 
-const TSAN: &[(&str, &str)] = &[
-    ("RUSTC_BOOTSTRAP", "1"),
-    ("RUSTFLAGS", "-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg rustix_use_libc"),
-    ("TSAN_OPTIONS", "suppressions={root}/core/tests/thread_sanitizer.supp"),
-];
-
 /// Environment of the check for aarch64, which denies warnings. A check links nothing, so the C
 /// code of a dev-dependency (criterion's alloca) is not needed: `true` replaces the C compiler.
 const CHECK_AARCH64: &[(&str, &str)] = &[
@@ -157,39 +151,8 @@ const TASKS: &[Task] = &[
     },
     Task {
         name: "sanitize",
-        about: "the registration cache's tests under ThreadSanitizer",
-        steps: &[
-            Step {
-                environment: TSAN,
-                command: &[
-                    "cargo",
-                    "test",
-                    "-p",
-                    "hmem-core",
-                    "--target",
-                    "x86_64-unknown-linux-gnu",
-                    "--target-dir",
-                    "{target}/tsan",
-                    "--test",
-                    "cache",
-                ],
-            },
-            Step {
-                environment: TSAN,
-                command: &[
-                    "cargo",
-                    "test",
-                    "-p",
-                    "hmem-core",
-                    "--target",
-                    "x86_64-unknown-linux-gnu",
-                    "--target-dir",
-                    "{target}/tsan",
-                    "--lib",
-                    "cache::",
-                ],
-            },
-        ],
+        about: "the tests under address, leak and thread sanitizers (arguments: see --help)",
+        steps: &[step(&["tests/sanitizers/run"])],
     },
     Task {
         name: "fuzz",
