@@ -129,17 +129,17 @@ fn rights_are_translated_exactly() {
 }
 
 /// A tracing subscriber that records the events of this crate as text.
-#[derive(Default)]
-struct Events(Mutex<String>);
+#[derive(Clone, Default)]
+struct Events(Arc<Mutex<String>>);
 
-impl tracing::field::Visit for &Events {
+impl tracing::field::Visit for Events {
     fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
         let mut text = self.0.lock().expect("not poisoned");
         *text += &format!("{field}={value:?} ");
     }
 }
 
-impl tracing::Subscriber for &'static Events {
+impl tracing::Subscriber for Events {
     fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
         metadata.target().starts_with("hmem_provider_verbs")
     }
@@ -149,7 +149,7 @@ impl tracing::Subscriber for &'static Events {
     }
 
     fn event(&self, event: &tracing::Event<'_>) {
-        event.record(&mut &**self);
+        event.record(&mut self.clone());
     }
 
     fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
@@ -164,10 +164,10 @@ fn added_right_is_in_the_trace() {
     let domain = domain();
     // With a single subscriber, tracing caches the interest of the thread that first reaches an
     // event. That thread may belong to another test.
-    let _second = tracing::Dispatch::new::<&'static Events>(Box::leak(Box::default()));
+    let _second = tracing::Dispatch::new(Events::default());
     let said = |access| {
-        let events: &'static Events = Box::leak(Box::default());
-        tracing::subscriber::with_default(events, || {
+        let events = Events::default();
+        tracing::subscriber::with_default(events.clone(), || {
             register(&domain, &[host(0x1000, 64)], access, VerbsOptions::empty())
                 .expect("register");
         });

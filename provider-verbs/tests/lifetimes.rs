@@ -6,7 +6,7 @@ mod looped;
 mod wire;
 
 use std::{
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, LazyLock, atomic::Ordering},
     time::Duration,
 };
 
@@ -438,7 +438,8 @@ fn late_bind_completion_does_not_complete_the_next_bind() {
 /// domain. The region and the window of that bind can be neither changed nor freed meanwhile.
 #[test]
 fn bind_in_flight_blocks_no_other_call() {
-    let gate: &'static Gate = Box::leak(Box::default());
+    static GATE: LazyLock<Gate> = LazyLock::new(Gate::default);
+    let gate = &*GATE;
     // The other thread opens the gate after its calls. If one of them waited for the bind, the bind
     // would time out.
     let domain = open_with(wire::functions(), Duration::from_secs(10));

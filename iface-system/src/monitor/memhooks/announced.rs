@@ -156,6 +156,8 @@ impl Announced {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::LazyLock;
+
     use super::*;
 
     fn announced() -> Announced {
@@ -166,7 +168,8 @@ mod tests {
 
     #[test]
     fn call_stays_announced_until_its_events_are_compared() {
-        let announced: &'static Announced = Box::leak(Box::new(announced()));
+        static ANNOUNCED: LazyLock<Announced> = LazyLock::new(announced);
+        let announced = &*ANNOUNCED;
         let call = announced.announce(0x1000, 0x2000).unwrap();
         let reading = announced.reading();
         std::thread::scope(|scope| {
