@@ -28,7 +28,8 @@ fn run_over(name: &str, binary: Option<&str>) -> Output {
     let message = binary.map(|text| {
         let binary = write("fake-0123", text);
         format!(
-            r#"{{"manifest_path":"{ROOT}/src/Cargo.toml","target":{{"kind":["test"]}},"profile":{{"test":true}},"executable":"{binary}"}}"#
+            r#"{{"manifest_path":"{ROOT}/src/Cargo.toml","profile":{{"test":true}},{}}}"#,
+            format_args!(r#""executable":"{binary}""#)
         )
     });
     write("cargo", &format!("echo '{}'", message.unwrap_or_default()));
