@@ -31,8 +31,12 @@ pub(crate) fn run(tests: &[Test]) -> ExitCode {
 }
 
 /// Defines the `main` of a test binary, which runs the listed functions. The doc comment of an
-/// entry names the requirement that it tests.
+/// entry names the requirement that it tests. With `const NAME;` before the entries, defines the
+/// list of tests instead, for a binary with a `main` of its own.
 macro_rules! trials {
+    (const $tests:ident; $($(#[doc = $doc:expr])* $name:ident,)+) => {
+        const $tests: &[$crate::trials::Test] = &[$((stringify!($name), $name),)+];
+    };
     ($($(#[doc = $doc:expr])* $name:ident,)+) => {
         fn main() -> std::process::ExitCode {
             $crate::trials::run(&[$((stringify!($name), $name),)+])

@@ -55,6 +55,11 @@ const TASKS: &[Task] = &[
         steps: &[step(&["cargo", "test", "--workspace", "--release", "--", "--ignored"])],
     },
     Task {
+        name: "soak",
+        about: "an hour of mixed load with checked bytes and resources (arguments: --minutes N)",
+        steps: &[step(&["cargo", "test", "-p", "hmem", "--test", "soak", "--", "--soak"])],
+    },
+    Task {
         name: "vm",
         about: "tests over soft-RoCE devices in a virtual machine (arguments: see --help)",
         steps: &[step(&["tests/vm/run"])],

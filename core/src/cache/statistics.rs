@@ -69,8 +69,8 @@ impl fmt::Debug for ByCause {
 }
 
 impl CacheStatistics {
-    /// Returns the number of entries invalidated by `cause`, including those whose registration
-    /// failed afterwards.
+    /// Returns the number of entries invalidated by `cause`, including those that were not cached
+    /// afterwards, because their registration failed or no monitor could watch them.
     #[must_use]
     pub fn invalidations(&self, cause: InvalidationCause) -> u64 {
         self.invalidations.0[cause as usize]
