@@ -162,7 +162,7 @@ fn run(load: &Load) {
         }
         let watchdog = thread::Builder::new().name("watchdog".to_owned());
         watchdog.spawn_scoped(scope, || watch(shared, options.step_limit)).expect("a thread");
-        while !shared.all_started() {
+        while !shared.all_started() && !shared.ended.load(Relaxed) {
             thread::sleep(Duration::from_millis(20));
         }
         let mut first: Option<Resources> = None;
