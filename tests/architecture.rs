@@ -92,10 +92,11 @@ fn dependencies_run_one_way() {
 }
 
 /// Library code that copies raw memory by other means than `racing_copy`, with the reason.
-const OTHER_COPIES: [(&str, &str); 3] = [
+const OTHER_COPIES: [(&str, &str); 4] = [
     ("core/src/racing.rs", "the function itself"),
     ("hook/src/trampoline.rs", "machine code in a fresh mapping that nobody else knows"),
     ("cli/src/check/place.rs", "a page of the command, after all transfers have ended"),
+    ("conformance/src/provider/memory.rs", "memory of a test, while no transfer is in flight"),
 ];
 
 /// Returns the sources below `folder`.
