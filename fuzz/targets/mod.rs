@@ -27,9 +27,12 @@ mod verbs_raw_key;
 /// text.
 pub(crate) type Verdict = Result<(), String>;
 
+/// Function that gives the bytes of one input to a parser.
+pub(crate) type Target = fn(&[u8]) -> Verdict;
+
 /// Every target by its name, which is also the name of its folder in `fuzz/corpus`. The target
 /// `environment` comes first: it changes variables, and later targets start threads.
-pub(crate) const TARGETS: [(&str, fn(&[u8]) -> Verdict); 11] = [
+pub(crate) const TARGETS: [(&str, Target); 11] = [
     ("environment", environment::target),
     ("arguments", arguments::target),
     ("remote_keys", keys::remote_keys),

@@ -93,7 +93,7 @@ fn asks_for_much(data: &[u8]) -> bool {
 /// is. An odd number sends a greeting, and each line of the rest as a message. The name of the
 /// imitated side's endpoint takes the place of an empty one, which no side accepts.
 fn sent(sort: u8, rest: &[u8]) -> Vec<u8> {
-    if sort % 2 == 0 {
+    if sort.is_multiple_of(2) {
         return rest.to_vec();
     }
     let mut bytes = b"hmemperf\0\0\0\x02".to_vec();
