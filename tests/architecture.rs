@@ -96,7 +96,7 @@ const OTHER_COPIES: [(&str, &str); 4] = [
     ("core/src/racing.rs", "the function itself"),
     ("hook/src/trampoline.rs", "machine code in a fresh mapping that nobody else knows"),
     ("cli/src/check/place.rs", "a page of the command, after all transfers have ended"),
-    ("conformance/src/provider/memory.rs", "memory of a test, while no transfer is in flight"),
+    ("conformance/src/memory.rs", "memory of a test, while no transfer is in flight"),
 ];
 
 /// Returns the sources below `folder`.

@@ -53,7 +53,8 @@ fn check_domain(domain: &Domain, ranges: &[AddressRange], kind: IfaceKind) {
     let cache = domain.cache().expect("a cache");
     let lease = |range| cache.get(raw(range), access).expect("registered");
     let leases: Vec<_> = ranges.iter().map(lease).collect();
-    assert!(leases[0].lease().uncached_reason().is_none());
+    let uncached = leases[0].lease().uncached_reason();
+    assert!(uncached.is_none(), "{uncached:?}");
     let queue = domain.open_cq(8).expect("a queue");
     let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
     let monitor = cache.monitor(kind).expect("a monitor");

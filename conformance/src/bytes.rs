@@ -11,7 +11,7 @@ use std::{
 
 /// Returns `len` nonzero bytes. The bytes depend on `seed` and repeat after a prime number of
 /// bytes, so that adjacent pages differ.
-pub(crate) fn pattern(seed: u64, len: u64) -> Vec<u8> {
+pub fn pattern(seed: u64, len: u64) -> Vec<u8> {
     let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
     let mut bytes = block.repeat(len as usize / block.len() + 1);
     bytes.truncate(len as usize);

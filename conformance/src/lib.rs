@@ -45,7 +45,8 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `bytes`, `control`, `stale`, `trial`
+//! - `bytes`, `control`, `memory`, `stale`, `trial`
+//! - `link`
 //! - `iface`, `provider`
 //! - `suite`
 //!
@@ -69,6 +70,10 @@ mod bytes;
 mod control;
 #[cfg(feature = "suite")]
 mod iface;
+#[cfg(feature = "suite")]
+pub mod link;
+#[cfg(feature = "suite")]
+mod memory;
 #[cfg(feature = "suite")]
 mod provider;
 pub mod stale;

@@ -15,7 +15,7 @@ use rustix::{
 use crate::{
     config::{TestConfig, need, needs, over_configs},
     memory::{HeldCopies, pattern},
-    net::{Net, REMOTE, mr_attr, raw},
+    net::{Net, REMOTE, bind_if_needed, mr_attr, raw},
 };
 
 over_configs! {
@@ -152,7 +152,7 @@ fn a_part_of_a_dma_buf_region_registers_as_a_sub_region(config: &TestConfig) {
     let whole = register(&net, attr).expect("register");
     let part = whole.range().slice(100, 50).expect("a part");
     let sub = whole.sub(part, REMOTE, net.fresh_key()).expect("sub-region");
-    net.target.make_usable(&sub).expect("bind and enable");
+    bind_if_needed(&net.target, &sub).expect("bind and enable");
     assert_eq!(net.pull(&net.key(&sub), 0, 50).expect("read"), pattern(13, LEN as usize)[100..150]);
 }
 

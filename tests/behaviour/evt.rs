@@ -15,12 +15,13 @@ use hmem::{
     provider::{CompletionChannel, CompletionQueue},
     transfer::{CompletionKind, Operation, PeerId, WorkRequest},
 };
+use hmem_conformance::link::LinkSide;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::{
     config::{Need, TestConfig, need, over_configs},
     memory::HostPages,
-    net::{LOCAL, Net, REMOTE, Setup, Side, eventually, mr_attr, segment},
+    net::{LOCAL, Net, REMOTE, Setup, bind_if_needed, eventually, mr_attr, segment},
 };
 
 over_configs! {
@@ -154,7 +155,7 @@ fn before_completion_there_is_neither_descriptor_nor_key(config: &TestConfig) {
     gate.release();
     event(&queue).result.expect("registered");
     region.desc().expect("the local descriptor");
-    net.target.make_usable(&region).expect("bind and enable");
+    bind_if_needed(&net.target, &region).expect("bind and enable");
     net.assert_works(&net.key(&region));
 }
 
@@ -250,7 +251,8 @@ fn a_domain_dropped_right_after_submitting_ends_cleanly(config: &TestConfig) {
     let regions: Vec<_> = (0..5)
         .map(|context| submit(&net, &MrAttr { context, ..mr_attr(&ranges, REMOTE) }))
         .collect();
-    drop((net.target, regions));
+    let [_initiator, target] = net.link.into_sides();
+    drop((target, regions));
     let mut contexts: Vec<_> = (0..5).map(|_| event(&queue).context).collect();
     contexts.sort_unstable();
     assert_eq!(contexts, [0, 1, 2, 3, 4], "each registration has its one event");
@@ -267,9 +269,10 @@ fn a_domain_dropped_during_registrations_ends_cleanly(config: &TestConfig) {
         .map(|context| submit(&net, &MrAttr { context, ..mr_attr(&ranges, REMOTE) }))
         .collect();
     gate.wait();
-    let busy = net.target.domain.close().expect_err("closed under its registrations");
+    let [_initiator, target] = net.link.into_sides();
+    let busy = target.domain.close().expect_err("closed under its registrations");
     assert_eq!(busy.error.kind(), ErrorKind::Busy);
-    drop((busy.value, net.target.endpoint, net.target.cq, regions));
+    drop((busy.value, target.endpoint, target.cq, regions));
     gate.release();
     let contexts: Vec<_> = (0..5).map(|_| event(&queue).context).collect();
     assert_eq!(contexts, [0, 1, 2, 3, 4], "each registration has its one event");
@@ -319,8 +322,8 @@ fn a_sleeping_thread_wakes_for_each_message(config: &TestConfig) {
 }
 
 /// Closes the target's endpoint and domain. Returns the target's completion queue.
-fn close_target(target: Side) -> Arc<dyn CompletionQueue> {
-    let Side { endpoint, cq, domain } = target;
+fn close_target(target: LinkSide) -> Arc<dyn CompletionQueue> {
+    let LinkSide { endpoint, cq, domain, .. } = target;
     endpoint.close().map_err(|rejected| rejected.error).expect("close the endpoint");
     domain.close().map_err(|rejected| rejected.error).expect("close the domain");
     cq
@@ -329,7 +332,7 @@ fn close_target(target: Side) -> Arc<dyn CompletionQueue> {
 fn a_wait_ends_when_the_domain_closes(config: &TestConfig) {
     let net = Net::open(config);
     let cq = Arc::clone(&net.target.cq);
-    let Net { target, .. } = net;
+    let [_initiator, target] = net.link.into_sides();
     let refused = |result: hmem::Result<usize>| {
         let error = result.expect_err("the domain is closed");
         assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
@@ -397,7 +400,7 @@ fn a_channel_loses_no_wakeup(config: &TestConfig) {
 fn a_channel_reports_that_its_domain_is_closed(config: &TestConfig) {
     let net = Net::open(config);
     assert!(channel(&net.target.cq).arm().expect("arm"));
-    let Net { target, .. } = net;
+    let [_initiator, target] = net.link.into_sides();
     let cq = close_target(target);
     assert!(readable(channel(&cq), LONG), "a task sleeps on");
     assert_eq!(cq.read(&mut Vec::new(), 1).expect("read"), 0);

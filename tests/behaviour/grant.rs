@@ -174,7 +174,7 @@ fn send_invalidating(f: &Fixture, key: &RemoteKey) -> Result<u64> {
     let message = f.net.local(64, LOCAL);
     let send = Operation::Send { tag: None, invalidate: Some(key) };
     let sent = f.net.transfer(send, &[message.segment(0, 16)]);
-    f.net.target.wait(&[&f.net.initiator]).result.expect("receive");
+    f.net.received().result.expect("receive");
     sent
 }
 

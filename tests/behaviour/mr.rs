@@ -13,7 +13,7 @@ use crate::{
     config::{TestConfig, over_configs},
     machine,
     memory::pattern,
-    net::{Net, REMOTE, Setup, mr_attr, raw},
+    net::{Net, REMOTE, Setup, bind_if_needed, mr_attr, raw, register},
 };
 
 over_configs! {
@@ -55,7 +55,7 @@ fn reg_regv_and_regattr_register_a_range_alike(config: &TestConfig) {
     let mut lives = Vec::new();
     for (seed, register) in three_ways(&net.target.domain).into_iter().enumerate() {
         let region = register(memory.part(100, 5000)).expect("register");
-        net.target.make_usable(&region).expect("bind and enable");
+        bind_if_needed(&net.target, &region).expect("bind and enable");
         assert_eq!(region.ranges(), [memory.part(100, 5000)]);
         assert_eq!(
             (region.range(), region.len(), region.access()),
@@ -238,7 +238,8 @@ fn refused_registrations_leave_no_fd() {
         for _ in 0..100 {
             let ranges = [memory.part(0, 4096)];
             // The provider fails with NoKey after the memory was exported.
-            let refused = net.target.register(&mr_attr(&ranges, REMOTE).key(key), MrFlags::empty());
+            let refused =
+                register(&net.target, &mr_attr(&ranges, REMOTE).key(key), MrFlags::empty());
             assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoKey);
             net.expose(memory.part(1, 100), REMOTE).close().expect("close");
         }

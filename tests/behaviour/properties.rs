@@ -13,7 +13,7 @@ use proptest::{
 use crate::{
     config::{DEFAULT, MODES, Mode, TestConfig},
     memory::pattern,
-    net::{LOCAL, Local, Net, REMOTE, mr_attr, remote},
+    net::{LOCAL, Local, Net, REMOTE, mr_attr, register, remote},
 };
 
 fn check<S: Strategy>(
@@ -58,7 +58,7 @@ fn requested_keys_match_a_map_of_used_keys() {
                     KeyStep::Register(key) => {
                         let ranges = [memory.part(key * 64, 64)];
                         let attr = mr_attr(&ranges, REMOTE).key(key);
-                        match net.target.register(&attr, MrFlags::empty()) {
+                        match register(&net.target, &attr, MrFlags::empty()) {
                             Ok(region) => {
                                 memory.put(key * 64, &[round as u8]);
                                 prop_assert!(

@@ -17,16 +17,14 @@ use hmem::{
     prefault,
     provider::{DomainRequest, LiveObjects, Provider, ProviderAttr, ProviderDomain},
 };
+use hmem_conformance::link::LinkSide;
 use rustix::param::page_size;
 
 use crate::{
     child,
     config::{EVERY_BIT, Mode, Nic, TestConfig, needs, over_configs},
     memory::{Bytes, HostPages, pattern},
-    net::{
-        LOCAL, Net, REMOTE, Side, eventually, mr_attr, nic_name, open_endpoint, provider_name,
-        remote,
-    },
+    net::{LOCAL, Net, REMOTE, eventually, mr_attr, nic_name, open_endpoint, open_side, remote},
 };
 
 over_configs! {
@@ -93,7 +91,7 @@ fn objects(provider: &Arc<Watched>, config: &TestConfig, subs: bool) -> Vec<Opti
     let hmem =
         builder.shared_provider(Arc::clone(provider) as Arc<dyn Provider>).build().expect("build");
     let attr = DomainAttr { mr_mode: EVERY_BIT, nic: nic_name(config), ..DomainAttr::default() };
-    let Side { endpoint, cq, domain } = Side::open(&hmem, provider_name(config), attr, true, None);
+    let LinkSide { endpoint, cq, domain, .. } = open_side(&hmem, config, attr, true, None);
     let memory = Bytes::Host(HostPages::new(4096));
     let ranges = [memory.range()];
     let attr = mr_attr(&ranges, REMOTE | LOCAL | Access::MW_BIND).key(1);
@@ -205,12 +203,13 @@ fn closing_a_domain_lists_its_live_objects(config: &TestConfig) {
         assert_eq!(said, expected);
         rejected.value
     };
-    let domain = close(net.target.domain, ["1", "1", "1"]);
+    let [_initiator, target] = net.link.into_sides();
+    let domain = close(target.domain, ["1", "1", "1"]);
     drop(region);
     let domain = close(domain, ["0", "1", "1"]);
     drop(window);
     let domain = close(domain, ["0", "0", "1"]);
-    net.target.endpoint.close().expect("close the endpoint");
+    target.endpoint.close().expect("close the endpoint");
     domain.close().expect("nothing is left");
 }
 
@@ -221,8 +220,10 @@ fn threads_register_transfer_and_close_concurrently(config: &TestConfig) {
     let before = net.live();
     let work = |thread: u64| {
         // A verbs endpoint has only one peer, so each thread opens an endpoint pair of its own.
-        let (listening, _cq) = open_endpoint(&net.target.domain, true, None);
-        let (endpoint, cq) = open_endpoint(&net.initiator.domain, true, None);
+        let (listening, _cq) =
+            open_endpoint(&net.target.domain, true, None).expect("open an endpoint");
+        let (endpoint, cq) =
+            open_endpoint(&net.initiator.domain, true, None).expect("open an endpoint");
         let peer = endpoint.resolve(&listening.name()).expect("resolve");
         let (memory, local) = (net.bytes(KEPT as usize * 64), net.local(4096, LOCAL));
         let mut kept = Vec::new();
@@ -342,7 +343,7 @@ fn registering_prefaults_on_request_and_reports_progress(config: &TestConfig) {
     assert_eq!(present(memory.pages()), (1 << 20) / page_size());
     assert_eq!(reports.lock().expect("not poisoned").last(), Some(&(1 << 20, 1 << 20)));
     drop((untouched, touched));
-    memory.pages().remove_pages();
+    memory.pages().remove_pages(0, memory.range().len());
     let before = net.live();
     net.try_expose(&MrAttr { prefault, ..attr }, MrFlags::empty())
         .expect_err("pages that cannot be allocated");

@@ -3,7 +3,7 @@
 use std::{fmt, sync::Arc};
 
 use hmem_core::{
-    Access, Domain, DomainAttr, Error, ErrorKind, MrMode, Result,
+    Domain, DomainAttr, Error, ErrorKind, MrMode, Result,
     path::P2pPolicy,
     provider::{Features, ProgressModel, Provider, ProviderAttr},
 };
@@ -11,6 +11,7 @@ use hmem_p2p::path::DefaultPathSelector;
 
 use crate::{
     control::TestControl,
+    link::REMOTE,
     trial::{IntoOutcome, Outcome, labeled, skip},
 };
 
@@ -168,12 +169,6 @@ fn is_access_error(error: &Error) -> bool {
             | ErrorKind::BadAddress
     )
 }
-
-/// All access rights that a domain's own requests can need.
-pub(super) const LOCAL: Access =
-    Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
-/// All access rights that a peer's requests can need.
-pub(super) const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
 /// Properties that several behaviours need.
 pub(super) mod needs {

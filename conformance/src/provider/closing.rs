@@ -20,15 +20,14 @@ use hmem_core::{
 };
 use hmem_iface_system::AddressReuse;
 
-use super::{
-    case::{Case, LOCAL, REMOTE},
-    link::{Link, eventually, mr_attr, open_endpoint, remote, segment, wait_held},
-    memory::{Bytes, HostPages},
+use super::{case::Case, link::CaseLink};
+use crate::link::{
+    Bytes, HostPages, LOCAL, REMOTE, eventually, mr_attr, open_endpoint, remote, segment, wait_held,
 };
 use crate::{bytes::pattern, control::Call};
 
 pub(super) fn close_ends_transfers_in_flight_before_it_returns(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[0x11; 4096]);
     let region = link.expose(memory.range(), REMOTE);
     let key = link.key(&region);
@@ -71,7 +70,7 @@ pub(super) fn close_ends_transfers_in_flight_before_it_returns(case: &Case) {
 }
 
 pub(super) fn close_of_a_local_buffer_ends_transfers_in_flight_too(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[0x22; 4096]);
     let region = link.expose(memory.range(), REMOTE);
     let key = link.key(&region);
@@ -106,7 +105,7 @@ pub(super) fn close_of_a_local_buffer_ends_transfers_in_flight_too(case: &Case) 
 }
 
 pub(super) fn close_amid_a_stream_of_writes_leaves_the_memory_alone(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[0x11; 4096]);
     for round in 1..=10 {
         let region = link.expose(memory.range(), REMOTE);
@@ -135,7 +134,7 @@ pub(super) fn close_amid_a_stream_of_writes_leaves_the_memory_alone(case: &Case)
 }
 
 pub(super) fn posted_transfers_that_have_not_begun_fail_after_close(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[0x11; 64]);
     let region = link.expose(memory.range(), REMOTE);
     let key = link.key(&region);
@@ -166,7 +165,7 @@ pub(super) fn posted_transfers_that_have_not_begun_fail_after_close(case: &Case)
 }
 
 pub(super) fn reconnect_recovers_both_sides_of_a_refused_access(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[0x11; 64]);
     for _ in 0..2 {
         let region = link.expose(memory.range(), REMOTE);
@@ -182,7 +181,7 @@ pub(super) fn reconnect_recovers_both_sides_of_a_refused_access(case: &Case) {
 }
 
 pub(super) fn region_with_a_counter_is_busy_and_still_works(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(64);
     let (region, counter) = link.counted(memory.range(), REMOTE);
     let key = link.key(&region);
@@ -197,7 +196,7 @@ pub(super) fn region_with_a_counter_is_busy_and_still_works(case: &Case) {
 }
 
 pub(super) fn region_closes_after_the_last_of_its_counters(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(64);
     let ranges = [memory.range()];
     let attr = mr_attr(&ranges, REMOTE).key(link.fresh_key());
@@ -228,7 +227,7 @@ pub(super) fn region_closes_after_the_last_of_its_counters(case: &Case) {
 
 /// Registers a region, binds it to the target's endpoint, and replaces `link.target.endpoint` by a
 /// new endpoint. Returns the region and the endpoint that it is bound to.
-fn bound_to_an_endpoint(link: &mut Link, memory: &Bytes) -> (MemoryRegion, Endpoint) {
+fn bound_to_an_endpoint(link: &mut CaseLink, memory: &Bytes) -> (MemoryRegion, Endpoint) {
     let (second, cq) = open_endpoint(&link.target.domain, true, None).expect("open an endpoint");
     // The region must not depend on the endpoint's queue staying alive.
     drop(cq);
@@ -244,7 +243,7 @@ fn bound_to_an_endpoint(link: &mut Link, memory: &Bytes) -> (MemoryRegion, Endpo
 }
 
 pub(super) fn region_closes_before_its_endpoint(case: &Case) {
-    let mut link = Link::open(case);
+    let mut link = CaseLink::open(case);
     let memory = link.bytes(64);
     let (region, first) = bound_to_an_endpoint(&mut link, &memory);
     let key = link.key(&region);
@@ -263,7 +262,7 @@ pub(super) fn region_closes_before_its_endpoint(case: &Case) {
 }
 
 pub(super) fn region_of_a_closed_endpoint_is_unreachable_and_closes(case: &Case) {
-    let mut link = Link::open(case);
+    let mut link = CaseLink::open(case);
     let memory = link.bytes(64);
     let (region, first) = bound_to_an_endpoint(&mut link, &memory);
     let key = link.key(&region);
@@ -274,8 +273,8 @@ pub(super) fn region_of_a_closed_endpoint_is_unreachable_and_closes(case: &Case)
     assert_eq!(gone.kind(), ErrorKind::Unreachable, "{gone}");
     // No other endpoint reaches the region, not even one that is opened later.
     let (later, _cq) = open_endpoint(&link.target.domain, true, None).expect("open an endpoint");
-    for endpoint in [&link.target.endpoint, &later] {
-        link.peer = link.initiator.endpoint.resolve(&endpoint.name()).expect("resolve");
+    for name in [link.target.endpoint.name(), later.name()] {
+        link.peer = link.initiator.endpoint.resolve(&name).expect("resolve");
         link.assert_dead(&key, 0, ErrorKind::AccessDenied, "an access through another endpoint");
     }
     let again = region.bind_endpoint(&later).unwrap_err();
@@ -286,7 +285,7 @@ pub(super) fn region_of_a_closed_endpoint_is_unreachable_and_closes(case: &Case)
 }
 
 /// Frees the memory and allocates new memory at the same address.
-fn reallocate(link: &Link, memory: Bytes, was: u64) -> Bytes {
+fn reallocate(link: &CaseLink, memory: Bytes, was: u64) -> Bytes {
     let memory = match memory {
         Bytes::Host(pages) => {
             pages.replace_pages();
@@ -303,7 +302,7 @@ fn reallocate(link: &Link, memory: Bytes, was: u64) -> Bytes {
 }
 
 fn rounds(case: &Case, rounds: u64) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     link.device.set_address_reuse(AddressReuse::JustFreed);
     // Allocates the initiator's buffer before the address that is reused.
     let warm = link.bytes(64);
@@ -343,7 +342,7 @@ pub(super) fn memory_at_a_reused_address_is_reached_ten_thousand_times(case: &Ca
 /// Replaces the pages of a registered region. The NIC moves bytes of the old pages or of the new
 /// ones, in reads and writes alike. After a refresh it moves bytes of the new pages.
 pub(super) fn registration_keeps_its_pages_or_follows_the_mapping(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = Bytes::Host(HostPages::new(4096));
     memory.put(0, b"old pages");
     let region = link.expose(memory.range(), REMOTE);
@@ -367,7 +366,7 @@ pub(super) fn registration_keeps_its_pages_or_follows_the_mapping(case: &Case) {
 }
 
 pub(super) fn single_use_key_works_once(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[7; 64]);
     let ranges = [memory.range()];
     let attr = mr_attr(&ranges, REMOTE);

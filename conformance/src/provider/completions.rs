@@ -12,10 +12,8 @@ use hmem_core::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::{
-    case::{Case, LOCAL, REMOTE},
-    link::{DEPTH, Link, LinkSide, eventually, remote, segment},
-};
+use super::{case::Case, link::CaseLink};
+use crate::link::{DEPTH, LOCAL, LinkSide, REMOTE, eventually, remote, segment};
 use crate::{
     bytes::{assert_bytes, pattern},
     trial::{Outcome, assert_kind, skip},
@@ -25,7 +23,7 @@ use crate::{
 const LONG: Duration = Duration::from_secs(60);
 
 pub(super) fn queue_of_another_domain_is_refused(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let (own, other) = (&link.initiator, &link.target);
     let unwrapped = own.domain.provider_domain().transport().expect("the NIC transfers").open_cq(8);
     let unwrapped = unwrapped.expect("open a completion queue");
@@ -42,7 +40,7 @@ pub(super) fn queue_of_another_domain_is_refused(case: &Case) {
 }
 
 pub(super) fn wait_ends_with_a_completion_or_its_timeout(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let target = link.bytes(64);
     let region = link.expose(target.range(), REMOTE);
     let (key, local) = (link.key(&region), link.local(64, LOCAL));
@@ -83,7 +81,7 @@ pub(super) fn wait_ends_with_a_completion_or_its_timeout(case: &Case) {
 }
 
 pub(super) fn channel_is_readable_from_the_next_completion_on(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let cq = &link.initiator.cq;
     let Some(channel) = cq.channel() else {
         return skip("the queues of this provider have no completion channel");
@@ -118,24 +116,25 @@ pub(super) fn channel_is_readable_from_the_next_completion_on(case: &Case) -> Ou
 /// `Again`, and reads only one completion after each refusal.
 pub(super) fn posting_until_again_loses_no_completion(case: &Case) {
     const RECEIVES: u64 = DEPTH / 2;
-    const COUNT: u64 = 16 * DEPTH;
-    let link = Link::open(case);
+    const COUNT: u64 = 4 * DEPTH;
+    let link = CaseLink::open(case);
     let region = link.target.register(vec![0; 8], REMOTE);
     let source = link.initiator.register(vec![1; 8], LOCAL);
     let (key, slice) = (link.key(&region), source.slice(0, 8).expect("inside"));
     let there = [remote(&key, 0, 8)];
-    let LinkSide { endpoint, cq, domain: _domain, .. } = link.initiator;
+    let (peer, [initiator, target]) = (link.peer, link.into_sides());
+    let LinkSide { endpoint, cq, domain: _domain, .. } = initiator;
     for context in 0..RECEIVES {
         endpoint.receive(&[slice], None, context).expect("post a receive");
     }
     let (mut done, mut posted) = (Vec::new(), RECEIVES);
     while posted < COUNT {
-        match endpoint.write(&[slice], &there, link.peer, posted) {
+        match endpoint.write(&[slice], &there, peer, posted) {
             Ok(()) => posted += 1,
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Again, "{error}");
                 eventually("the end of a write", || {
-                    link.target.domain.progress().expect("progress");
+                    target.domain.progress().expect("progress");
                     cq.read(&mut done, 1).expect("read a completion") == 1
                 });
             }
@@ -165,7 +164,7 @@ fn widest(case: &Case) -> u64 {
 }
 
 pub(super) fn immediate_data_is_refused_if_the_nic_carries_none(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let target = link.bytes(64);
     let region = link.expose(target.range(), REMOTE);
     let (key, local) = (link.key(&region), link.local(64, LOCAL));
@@ -183,7 +182,7 @@ pub(super) fn immediate_data_is_refused_if_the_nic_carries_none(case: &Case) {
 
 pub(super) fn write_with_immediate_data_completes_a_receive(case: &Case) {
     const LEN: u64 = 48 << 10;
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let (target, inbox) = (link.bytes(LEN as usize), link.bytes(64));
     let region = link.expose(target.range(), REMOTE);
     let into = link.expose(inbox.range(), Access::RECV);
@@ -212,7 +211,7 @@ pub(super) fn write_with_immediate_data_completes_a_receive(case: &Case) {
 }
 
 pub(super) fn write_with_immediate_data_waits_for_a_receive(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let (target, inbox) = (link.bytes(64), link.bytes(64));
     let region = link.expose(target.range(), REMOTE);
     let into = link.expose(inbox.range(), LOCAL);
@@ -244,7 +243,7 @@ pub(super) fn write_with_immediate_data_waits_for_a_receive(case: &Case) {
 }
 
 pub(super) fn messages_carry_immediate_data(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let inbox = link.bytes(64);
     let into = link.expose(inbox.range(), LOCAL);
     let into = segment(inbox.range(), Some(into.desc().expect("descriptor")));
@@ -266,7 +265,7 @@ pub(super) fn messages_carry_immediate_data(case: &Case) {
 }
 
 pub(super) fn too_wide_immediate_data_is_refused(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     if case.attr.cq_data_size == 8 {
         return skip("the NIC carries 64 bits of immediate data");
     }

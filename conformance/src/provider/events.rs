@@ -10,12 +10,13 @@ use hmem_core::{
 };
 
 use super::{
-    case::{Case, LOCAL, REMOTE},
-    link::{Link, Setup, mr_attr, remote},
+    case::Case,
+    link::{CaseLink, Setup},
 };
+use crate::link::{LOCAL, REMOTE, mr_attr, remote};
 
 pub(super) fn counter_counts_each_remote_write_and_atomic_once(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(4096);
     let (region, counter) = link.counted(memory.part(0, 2048), REMOTE);
     let other = link.expose(memory.range(), REMOTE);
@@ -62,7 +63,7 @@ pub(super) fn counter_counts_each_remote_write_and_atomic_once(case: &Case) {
 }
 
 pub(super) fn every_counter_of_a_region_counts_each_write_and_atomic_once(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(4096);
     let counters = [(); 3].map(|()| Arc::default());
     let ranges = [memory.range()];
@@ -110,7 +111,7 @@ pub(super) fn endpoint_without_rma_event_is_refused(case: &Case) {
 }
 
 pub(super) fn refreshed_region_still_works(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(8192);
     let region = link.expose(memory.range(), REMOTE);
     let key = link.key(&region);
@@ -121,7 +122,7 @@ pub(super) fn refreshed_region_still_works(case: &Case) {
 }
 
 pub(super) fn each_asynchronous_registration_ends_in_one_event(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let queue = Arc::new(EventQueue::new());
     link.target.domain.bind(&queue, DomainBindFlags::REG_MR).expect("bind the event queue");
     let again = link.target.domain.bind(&Arc::default(), DomainBindFlags::REG_MR);

@@ -8,13 +8,14 @@ use hmem_core::{
 };
 
 use super::{
-    case::{Case, REMOTE},
-    link::{Link, Setup, mr_attr},
+    case::Case,
+    link::{CaseLink, Setup},
 };
+use crate::link::{REMOTE, mr_attr};
 use crate::trial::{Outcome, assert_kind, skip};
 
 pub(super) fn live_regions_have_keys_of_their_own(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(256);
     let ranges = [memory.range()];
     // Half of the requests name a key, and the NIC chooses the others.
@@ -41,7 +42,7 @@ pub(super) fn live_regions_have_keys_of_their_own(case: &Case) {
 }
 
 pub(super) fn requested_key_that_the_nic_cannot_use_is_rejected(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(64);
     let ranges = [memory.range()];
     let before = link.live();
@@ -63,7 +64,7 @@ pub(super) fn requested_key_that_the_nic_cannot_use_is_rejected(case: &Case) {
 }
 
 pub(super) fn domain_with_mapped_keys_is_busy_at_close(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(64);
     let region = link.expose(memory.range(), REMOTE);
     let raw = region.raw_key().expect("raw key");
@@ -79,7 +80,7 @@ pub(super) fn domain_with_mapped_keys_is_busy_at_close(case: &Case) {
 }
 
 pub(super) fn requested_key_in_use_is_refused(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(64);
     let ranges = [memory.range()];
     let attr = mr_attr(&ranges, REMOTE).key(0xABCD);
@@ -142,7 +143,7 @@ pub(super) fn peers_need_the_auth_key_of_the_region(case: &Case) -> Outcome {
 }
 
 pub(super) fn raw_attr_returns_the_needed_size_and_works_on_every_region(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(4096);
     let whole = link.expose(memory.part(100, 1000), REMOTE);
     let ranges = [memory.part(3000, 10), memory.part(0, 10)];
@@ -176,7 +177,7 @@ pub(super) fn raw_attr_returns_the_needed_size_and_works_on_every_region(case: &
 }
 
 pub(super) fn raw_key_is_mapped_used_and_unmapped(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(64);
     let region = link.expose(memory.range(), REMOTE);
     let raw = region.raw_key().expect("raw key");
@@ -239,7 +240,7 @@ pub(super) fn raw_key_is_mapped_used_and_unmapped(case: &Case) {
 }
 
 pub(super) fn malformed_endpoint_name_is_refused(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     for bytes in [Vec::new(), vec![0xA5; 3]] {
         let error = link
             .initiator

@@ -6,7 +6,6 @@ mod completions;
 mod events;
 mod keys;
 mod link;
-mod memory;
 mod modes;
 mod regions;
 mod rights;

@@ -9,10 +9,9 @@ use hmem_core::{
 };
 use rustix::param::page_size;
 
-use super::{
-    case::{Case, LOCAL, REMOTE},
-    link::{Link, mr_attr, open_endpoint, remote, segment, wait_held},
-    memory::{Bytes, HostPages},
+use super::{case::Case, link::CaseLink};
+use crate::link::{
+    Bytes, HostPages, LOCAL, REMOTE, mr_attr, open_endpoint, remote, segment, wait_held,
 };
 use crate::{
     bytes::pattern,
@@ -22,7 +21,7 @@ use crate::{
 
 pub(super) fn absent_pages_register_and_fail_only_the_transfer(case: &Case) -> Outcome {
     let page = page_size() as u64;
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let pages = HostPages::reserved(4 * page_size());
     let ranges = [pages.range()];
     let region = match link.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::empty()) {
@@ -73,7 +72,7 @@ pub(super) fn absent_pages_register_and_fail_only_the_transfer(case: &Case) -> O
 }
 
 pub(super) fn peers_address_from_0_with_the_requested_key(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(4096);
     for requested in [1, 0, 0xFFFF_FFFE, 42] {
         let ranges = [memory.part(100, 50)];
@@ -93,7 +92,7 @@ pub(super) fn peers_address_from_0_with_the_requested_key(case: &Case) {
 }
 
 pub(super) fn peers_use_the_targets_addresses_for_every_range(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     if case.attr.mr_iov_limit < 3 {
         return skip("a region of this NIC has less than three ranges");
     }
@@ -123,7 +122,7 @@ pub(super) fn peers_use_the_targets_addresses_for_every_range(case: &Case) -> Ou
 }
 
 pub(super) fn range_without_pages_is_refused(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let before = link.live();
     let (pages, hole) = (HostPages::new(8192), HostPages::reserved(4096));
     let refused = |range: AddressRange, access: Access| {
@@ -147,7 +146,7 @@ pub(super) fn range_without_pages_is_refused(case: &Case) {
 }
 
 pub(super) fn requested_key_is_ignored(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(64);
     let ranges = [memory.range()];
     let register = |requested| {
@@ -167,7 +166,7 @@ pub(super) fn requested_key_is_ignored(case: &Case) {
 
 pub(super) fn peers_reach_only_refreshed_pages(case: &Case) {
     let len = page_size() as u64;
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = Bytes::Host(HostPages::new(4 * page_size()));
     let page = |at: u64| memory.part(at * len, len);
     memory.put(0, &pattern(8, len));
@@ -208,7 +207,7 @@ pub(super) fn peers_reach_only_refreshed_pages(case: &Case) {
 }
 
 pub(super) fn peers_fail_during_a_refresh(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[4; 4096]);
     let region = link.expose(memory.range(), REMOTE);
     let key = link.key(&region);
@@ -232,7 +231,7 @@ pub(super) fn peers_fail_during_a_refresh(case: &Case) {
 }
 
 pub(super) fn counters_are_bound_before_the_region_is_enabled(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[6; 64]);
     let counter = Arc::new(Counter::new());
     let bind = |region: &MemoryRegion| region.bind_counter(&counter, BindFlags::REMOTE_WRITE);
@@ -266,7 +265,7 @@ pub(super) fn counters_are_bound_before_the_region_is_enabled(case: &Case) {
 }
 
 pub(super) fn regions_are_reached_through_their_endpoint_only(case: &Case) {
-    let mut link = Link::open(case);
+    let mut link = CaseLink::open(case);
     let memory = link.filled(&[6; 64]);
     let ranges = [memory.range()];
     let attr = mr_attr(&ranges, REMOTE | LOCAL).key(3);
@@ -300,7 +299,7 @@ pub(super) fn regions_are_reached_through_their_endpoint_only(case: &Case) {
 }
 
 pub(super) fn other_modes_do_not_bind_to_endpoints(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(64);
     let region = link.expose(memory.range(), REMOTE);
     assert_eq!(
@@ -312,7 +311,7 @@ pub(super) fn other_modes_do_not_bind_to_endpoints(case: &Case) {
 }
 
 pub(super) fn device_buffers_need_a_descriptor_or_are_detected(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(128);
     let region = link.expose(memory.range(), REMOTE | LOCAL);
     let kind = Iface::kind(&*link.device);
@@ -352,7 +351,7 @@ pub(super) fn device_buffers_need_a_descriptor_or_are_detected(case: &Case) {
 
 pub(super) fn buffers_of_a_broadcast_need_the_collective_right(case: &Case) {
     let needed = case.has(MrMode::COLLECTIVE);
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     assert_eq!(link.target.domain.mr_mode().contains(MrMode::COLLECTIVE), needed);
     if case.is_host() {
         return broadcast(&link, needed, || vec![0; 100]);
@@ -367,7 +366,7 @@ pub(super) fn buffers_of_a_broadcast_need_the_collective_right(case: &Case) {
 /// Broadcasts from the initiator to the target, with the COLLECTIVE right and without it. With the
 /// right, the broadcast must succeed. Without the right, both sides must refuse it if `needed` is
 /// true, and it must succeed otherwise.
-fn broadcast<B: Memory>(link: &Link, needed: bool, buffer: impl Fn() -> B) {
+fn broadcast<B: Memory>(link: &CaseLink, needed: bool, buffer: impl Fn() -> B) {
     let root_seen_by_target =
         link.target.endpoint.resolve(&link.initiator.endpoint.name()).expect("resolve");
     for (right, taken) in [(Access::COLLECTIVE, true), (Access::empty(), !needed)] {

@@ -10,17 +10,15 @@ use hmem_core::{
     transfer::{AtomicOp, AtomicType, Operation, PeerId, WorkRequest},
 };
 
-use super::{
-    case::{Case, LOCAL, REMOTE},
-    link::{Exposed, Link, Local, remote, segment},
-};
+use super::{case::Case, link::CaseLink};
+use crate::link::{Exposed, LOCAL, Local, REMOTE, remote, segment};
 use crate::{
     bytes::{assert_bytes, assert_no_fd_leaks, pattern},
     trial::assert_kind,
 };
 
 pub(super) fn closed_region_is_unreachable(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[0x11; 64]);
     let before = link.live();
     let region = link.expose(memory.range(), REMOTE);
@@ -52,7 +50,7 @@ pub(super) fn closed_region_is_unreachable(case: &Case) {
 /// region has returned. A write may complete before that.
 pub(super) fn transfers_in_flight_leave_a_closed_region_alone(case: &Case) {
     const LEN: u64 = 64 << 10;
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let source = link.initiator.register(vec![0xFF; LEN as usize], LOCAL);
     for _ in 0..8 {
         let region = link.target.register(pattern(4, LEN), REMOTE);
@@ -79,7 +77,7 @@ pub(super) fn transfers_in_flight_leave_a_closed_region_alone(case: &Case) {
 /// Tests descriptors of local buffers. Without LOCAL, only device memory in HMEM mode needs one.
 /// An invalid descriptor is refused in every mode.
 pub(super) fn local_buffers_need_a_descriptor_of_a_live_region(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(128);
     let region = link.expose(memory.range(), REMOTE | LOCAL);
     let key = link.key(&region);
@@ -133,7 +131,7 @@ pub(super) fn local_buffers_need_a_descriptor_of_a_live_region(case: &Case) {
 }
 
 pub(super) fn peer_of_another_endpoint_is_refused(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&pattern(8, 64));
     let region = link.expose(memory.range(), REMOTE);
     let key = link.key(&region);
@@ -185,7 +183,7 @@ pub(super) fn peer_of_another_endpoint_is_refused(case: &Case) {
 }
 
 pub(super) fn memory_is_registered_again_after_close(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let mut bytes = pattern(7, 8192);
     for round in 0..8u64 {
         bytes[..8].copy_from_slice(&round.to_le_bytes());
@@ -197,7 +195,7 @@ pub(super) fn memory_is_registered_again_after_close(case: &Case) {
 }
 
 pub(super) fn threads_register_and_close_at_once(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let domain = &link.target.domain;
     let idle = domain.live();
     thread::scope(|scope| {
@@ -220,7 +218,7 @@ pub(super) fn threads_register_and_close_at_once(case: &Case) {
 }
 
 pub(super) fn closing_everything_leaves_nothing_live(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let regions: Vec<_> =
         (0..4).map(|seed| link.target.register(pattern(seed, 4096), REMOTE)).collect();
     let live = link.target.domain.live();
@@ -244,7 +242,7 @@ pub(super) fn closing_everything_leaves_nothing_live(case: &Case) {
 
 pub(super) fn opening_and_closing_leaks_no_fd(case: &Case) {
     assert_no_fd_leaks("open, transfer and close", || {
-        let link = Link::open(case);
+        let link = CaseLink::open(case);
         let region = link.target.register(pattern(8, 4096), REMOTE);
         link.assert_works(&link.key(&region));
     });
@@ -252,7 +250,7 @@ pub(super) fn opening_and_closing_leaks_no_fd(case: &Case) {
 
 /// Asserts that a region which something depends on cannot be closed, and still works. Returns the
 /// region.
-pub(super) fn assert_busy(link: &Link, region: Exposed) -> Exposed {
+pub(super) fn assert_busy(link: &CaseLink, region: Exposed) -> Exposed {
     let key = link.key(&region);
     let rejected = region.close().expect_err("something depends on the region");
     assert_kind(&rejected.error, ErrorKind::Busy, "closing a region that is in use");
@@ -262,7 +260,7 @@ pub(super) fn assert_busy(link: &Link, region: Exposed) -> Exposed {
 }
 
 /// Asserts that the provider itself refuses to deregister a region that something depends on.
-pub(super) fn assert_busy_past_the_domain(link: &Link, region: &MemoryRegion) {
+pub(super) fn assert_busy_past_the_domain(link: &CaseLink, region: &MemoryRegion) {
     let handle = region.provider_region().expect("handle");
     let refused = link.target.domain.provider_domain().deregister(handle);
     let error = refused.expect_err("something depends on the region");

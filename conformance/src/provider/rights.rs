@@ -6,18 +6,15 @@ use hmem_core::{
     transfer::{AtomicOp, AtomicType, Operation},
 };
 
-use super::{
-    case::{Case, LOCAL, REMOTE},
-    link::{Link, remote, segment},
-    memory::Bytes,
-};
+use super::{case::Case, link::CaseLink};
+use crate::link::{Bytes, LOCAL, REMOTE, remote, segment};
 use crate::{
     bytes::pattern,
     trial::{Outcome, skip},
 };
 
 pub(super) fn overlapping_regions_grant_each_their_own_rights(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&pattern(1, 4096));
     let reads = link.expose(memory.part(0, 3000), Access::REMOTE_READ);
     let writes = link.expose(memory.part(1000, 3096), Access::REMOTE_WRITE);
@@ -41,7 +38,7 @@ pub(super) fn overlapping_regions_grant_each_their_own_rights(case: &Case) {
 }
 
 pub(super) fn peers_get_the_rights_of_the_key_and_no_others(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&pattern(2, 256));
     for access in
         [Access::empty(), Access::REMOTE_READ, Access::REMOTE_WRITE, REMOTE, LOCAL, LOCAL | REMOTE]
@@ -66,7 +63,7 @@ pub(super) fn peers_get_the_rights_of_the_key_and_no_others(case: &Case) {
 }
 
 pub(super) fn sub_region_of_a_region_without_rights_may_read(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&pattern(1, 4096));
     let region = link.expose(memory.part(0, 4096), Access::empty());
     let range = memory.part(100, 50);
@@ -79,7 +76,7 @@ pub(super) fn sub_region_of_a_region_without_rights_may_read(case: &Case) {
 }
 
 pub(super) fn atomics_need_the_right_to_write(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     link.need_atomics()?;
     let memory = link.filled(&40u64.to_le_bytes());
     let reads = link.expose(memory.range(), Access::REMOTE_READ | LOCAL);
@@ -94,7 +91,7 @@ pub(super) fn atomics_need_the_right_to_write(case: &Case) -> Outcome {
 
 /// Asserts that `key` allows exactly the writes, atomics and reads that `access` contains, and that
 /// a refused access moves no byte.
-fn assert_grants(link: &Link, memory: &Bytes, key: &RemoteKey, access: Access, by: &str) {
+fn assert_grants(link: &CaseLink, memory: &Bytes, key: &RemoteKey, access: Access, by: &str) {
     memory.put(0, &40u64.to_le_bytes());
     let check = |granted: bool, result: Result<()>, what: &str| {
         let what = format!("{what} by a {by} with {access}");
@@ -128,7 +125,7 @@ fn rights_to_change() -> impl Iterator<Item = Access> {
 }
 
 pub(super) fn writes_and_atomics_can_be_granted_separately(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     link.need_atomics()?;
     let memory = link.bytes(8);
     for access in rights_to_change() {
@@ -140,7 +137,7 @@ pub(super) fn writes_and_atomics_can_be_granted_separately(case: &Case) -> Outco
 }
 
 pub(super) fn sub_regions_grant_writes_and_atomics_separately(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     link.need_atomics()?;
     let memory = link.bytes(8);
     // A sub-region's rights do not depend on those of its base.
@@ -158,7 +155,7 @@ pub(super) fn sub_regions_grant_writes_and_atomics_separately(case: &Case) -> Ou
 }
 
 pub(super) fn windows_grant_writes_and_atomics_separately(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     link.need_atomics()?;
     let memory = link.bytes(8);
     let window = link.target.domain.alloc_type_1_window().expect("window");
@@ -178,7 +175,7 @@ pub(super) fn windows_grant_writes_and_atomics_separately(case: &Case) -> Outcom
 }
 
 pub(super) fn one_byte_past_either_end_is_refused(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&pattern(4, 1024));
     let region = link.expose(memory.part(100, 500), REMOTE);
     let key = link.key(&region);
@@ -215,7 +212,7 @@ pub(super) fn one_byte_past_either_end_is_refused(case: &Case) {
 }
 
 pub(super) fn local_buffers_need_the_right_of_their_operation(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[5; 64]);
     let region = link.expose(memory.range(), REMOTE | LOCAL);
     let key = link.key(&region);
@@ -239,7 +236,7 @@ pub(super) fn local_buffers_need_the_right_of_their_operation(case: &Case) {
 }
 
 pub(super) fn receives_need_the_right_recv_and_stay_in_bounds(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&[5; 64]);
     let deaf = link.expose(memory.range(), REMOTE | (LOCAL - Access::RECV));
     let voice = link.local(32, LOCAL);
@@ -257,7 +254,7 @@ pub(super) fn receives_need_the_right_recv_and_stay_in_bounds(case: &Case) {
 }
 
 pub(super) fn atomic_read_needs_a_right_to_read_or_to_atomics(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     link.need_atomics()?;
     let memory = link.filled(&40u64.to_le_bytes());
     let local = link.local(8, LOCAL);

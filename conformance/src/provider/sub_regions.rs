@@ -12,16 +12,17 @@ use hmem_core::{
 use hmem_iface_system::DeviceCall;
 
 use super::{
-    case::{Case, LOCAL, REMOTE},
-    link::{Exposed, Link, Setup, mr_attr, open_endpoint},
+    case::Case,
+    link::{CaseLink, Setup},
     regions::{assert_busy, assert_busy_past_the_domain},
 };
+use crate::link::{Exposed, LOCAL, REMOTE, mr_attr, open_endpoint};
 use crate::{bytes::pattern, trial::assert_kind};
 
 /// Tests that the provider itself refuses sub-regions that exceed their base in range or rights.
 /// Safe code can call the provider's facet directly, without the checks of a domain.
 pub(super) fn sub_region_past_the_domain_gets_no_more_than_its_base(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let domain = link.target.domain.provider_domain();
     let subs = domain.sub_regions().expect("the case has them");
     let memory = link.filled(&pattern(1, 4096));
@@ -70,7 +71,7 @@ pub(super) fn sub_region_past_the_domain_gets_no_more_than_its_base(case: &Case)
 }
 
 pub(super) fn sub_region_has_its_own_key_rights_and_bounds(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&pattern(1, 8192));
     let ranges = [memory.part(100, 8000)];
     let page_size = os_page_sizes()[0];
@@ -110,7 +111,7 @@ pub(super) fn sub_region_has_its_own_key_rights_and_bounds(case: &Case) {
 }
 
 pub(super) fn sub_region_that_exceeds_its_base_is_refused(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(8192);
     let base = link.expose(memory.part(1000, 1000), Access::REMOTE_READ | Access::SEND);
     let before = link.live();
@@ -138,7 +139,7 @@ pub(super) fn sub_region_that_exceeds_its_base_is_refused(case: &Case) {
 }
 
 pub(super) fn base_closes_after_its_sub_regions_three_levels_deep(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&pattern(2, 4096));
     let base = link.expose(memory.range(), REMOTE);
     let middle = base.sub(memory.part(1000, 2000), REMOTE, link.fresh_key()).expect("second level");
@@ -166,7 +167,7 @@ pub(super) fn base_closes_after_its_sub_regions_three_levels_deep(case: &Case) {
 }
 
 pub(super) fn dropped_base_lives_as_long_as_its_sub_regions(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&pattern(3, 4096));
     let base = link.expose(memory.range(), REMOTE);
     let sub = base.sub(memory.part(100, 100), REMOTE, link.fresh_key()).expect("sub-region");
@@ -178,7 +179,7 @@ pub(super) fn dropped_base_lives_as_long_as_its_sub_regions(case: &Case) {
 }
 
 pub(super) fn sub_regions_pin_and_register_no_pages(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(64 << 10);
     let base = link.expose(memory.range(), REMOTE);
     let before = link.live();
@@ -231,12 +232,12 @@ pub(super) fn sub_region_is_reached_with_its_own_auth_key_only(case: &Case) {
 }
 
 pub(super) fn sub_region_is_reached_through_its_own_endpoint_only(case: &Case) {
-    let mut link = Link::open(case);
+    let mut link = CaseLink::open(case);
     let memory = link.filled(&[3; 64]);
     let base = link.expose(memory.range(), REMOTE);
     let sub = base.sub(memory.part(8, 32), REMOTE, link.fresh_key()).expect("sub-region");
     let (base_key, key) = (link.key(&base), link.key(&sub));
-    let refused = |link: &Link, key: &_| {
+    let refused = |link: &CaseLink, key: &_| {
         let error = link.push(key, 0, &[1]).expect_err("reached through another endpoint");
         assert!(matches!(error.kind(), ErrorKind::AccessDenied | ErrorKind::BadState), "{error}");
         assert_eq!(memory.all(), [3; 64]);
@@ -253,7 +254,7 @@ pub(super) fn sub_region_is_reached_through_its_own_endpoint_only(case: &Case) {
 }
 
 /// Registers a region and a sub-region with a counter of its own. Returns both and the counter.
-fn counted_sub(link: &Link, range: AddressRange) -> (Exposed, MemoryRegion, Arc<Counter>) {
+fn counted_sub(link: &CaseLink, range: AddressRange) -> (Exposed, MemoryRegion, Arc<Counter>) {
     let base = link.expose(range, REMOTE);
     let part = range.slice(8, 32).expect("a part");
     let attr = MrAttr::new((&*base, part), REMOTE).key(link.fresh_key());
@@ -275,7 +276,7 @@ pub(super) fn counted_sub_region_needs_rma_event(case: &Case) {
 }
 
 pub(super) fn sub_region_counts_its_own_writes(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.bytes(64);
     let (base, sub, counter) = counted_sub(&link, memory.range());
     let (base_key, key) = (link.key(&base), link.key(&sub));

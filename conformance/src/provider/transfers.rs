@@ -9,9 +9,10 @@ use hmem_core::{
 };
 
 use super::{
-    case::{Case, LOCAL, REMOTE, TestMemory},
-    link::{Link, eventually, mr_attr, remote, segment},
+    case::{Case, TestMemory},
+    link::CaseLink,
 };
+use crate::link::{LOCAL, REMOTE, eventually, mr_attr, remote, segment};
 use crate::{
     bytes::{assert_bytes, pattern},
     trial::{Outcome, skip},
@@ -25,7 +26,7 @@ const LEN: u64 = 200_000;
 const PARTS: [(u64, u64); 4] = [(0, LEN), (0, 1), (LEN - 1, 1), (4095, 70_001)];
 
 pub(super) fn write_and_read_move_exactly_the_named_bytes(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let mut expected = pattern(1, LEN + 200);
     let memory = link.filled(&expected);
     let region = link.expose(memory.part(100, LEN), REMOTE);
@@ -48,7 +49,7 @@ pub(super) fn write_and_read_move_exactly_the_named_bytes(case: &Case) {
 }
 
 pub(super) fn region_of_several_ranges_is_one_run_of_bytes(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     if case.attr.mr_iov_limit < 4 {
         return skip("a region of this NIC has less than four ranges");
     }
@@ -75,7 +76,7 @@ pub(super) fn region_of_several_ranges_is_one_run_of_bytes(case: &Case) -> Outco
 }
 
 pub(super) fn message_arrives_in_the_posted_buffer(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let inbox = link.filled(&[0xEE; 5000]);
     let into = link.expose(inbox.range(), Access::RECV);
     let message = pattern(2, 3000);
@@ -89,7 +90,7 @@ pub(super) fn message_arrives_in_the_posted_buffer(case: &Case) {
 }
 
 pub(super) fn atomic_returns_the_old_value_and_adds(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let mut expected = pattern(3, 64);
     expected[8..16].copy_from_slice(&40u64.to_le_bytes());
     let memory = link.filled(&expected);
@@ -105,7 +106,7 @@ pub(super) fn atomic_returns_the_old_value_and_adds(case: &Case) -> Outcome {
 
 pub(super) fn each_request_completes_once_with_its_context(case: &Case) {
     const REQUESTS: u64 = 32;
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let target = link.bytes(REQUESTS as usize * 8);
     let region = link.expose(target.range(), REMOTE);
     let key = link.key(&region);
@@ -132,7 +133,7 @@ pub(super) fn each_request_completes_once_with_its_context(case: &Case) {
 }
 
 pub(super) fn transfers_progress_by_the_declared_agent(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let target = link.filled(&[1; 64]);
     let region = link.expose(target.range(), REMOTE);
     let key = link.key(&region);
@@ -164,7 +165,7 @@ pub(super) fn transfers_progress_by_the_declared_agent(case: &Case) {
 /// read of these bytes and another write, all of which are in flight at once.
 pub(super) fn requests_take_effect_in_the_declared_order(case: &Case) -> Outcome {
     const LEN: u64 = 16 << 10;
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let order = case.attr.order;
     if !order.contains(MsgOrder::WAW) {
         return skip("the provider declares no order of writes");
@@ -205,7 +206,7 @@ pub(super) fn requests_take_effect_in_the_declared_order(case: &Case) -> Outcome
 /// behind the message's own receive buffer.
 pub(super) fn messages_keep_the_declared_order(case: &Case) {
     const MESSAGES: u64 = 8;
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let order = case.attr.order;
     let target = link.bytes(16 * MESSAGES as usize);
     let region = link.expose(target.range(), REMOTE | LOCAL);

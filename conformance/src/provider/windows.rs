@@ -12,11 +12,11 @@ use hmem_core::{
 };
 
 use super::{
-    case::{Case, LOCAL, REMOTE},
-    link::{Exposed, Link, Setup, mr_attr, open_endpoint, segment},
-    memory::Bytes,
+    case::Case,
+    link::{CaseLink, Setup},
     regions::{assert_busy, assert_busy_past_the_domain},
 };
+use crate::link::{Bytes, Exposed, LOCAL, REMOTE, mr_attr, open_endpoint, segment};
 use crate::{
     bytes::{assert_bytes, pattern},
     control::Call,
@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Returns the window types of the NIC.
-fn window_types(link: &Link) -> Vec<WindowType> {
+fn window_types(link: &CaseLink) -> Vec<WindowType> {
     let windows = link.target.domain.provider_domain().windows();
     windows.expect("the NIC has windows").window_types().to_vec()
 }
@@ -36,7 +36,7 @@ enum Window {
 }
 
 impl Window {
-    fn alloc(link: &Link, kind: WindowType) -> Self {
+    fn alloc(link: &CaseLink, kind: WindowType) -> Self {
         let domain = &link.target.domain;
         match kind {
             WindowType::One => domain.alloc_type_1_window().map(Self::One),
@@ -46,7 +46,7 @@ impl Window {
         .expect("allocate a window")
     }
 
-    fn bind(&self, link: &Link, region: &MemoryRegion, (offset, len): (u64, u64)) -> RemoteKey {
+    fn bind(&self, link: &CaseLink, region: &MemoryRegion, (offset, len): (u64, u64)) -> RemoteKey {
         match self {
             Self::One(window) => window.bind(region, offset, len, REMOTE).expect("bind"),
             Self::Two(window) => {
@@ -59,7 +59,7 @@ impl Window {
         }
     }
 
-    fn unbind(&self, link: &Link) {
+    fn unbind(&self, link: &CaseLink) {
         match self {
             Self::One(window) => window.unbind().expect("unbind"),
             Self::Two(window) => {
@@ -72,7 +72,7 @@ impl Window {
 }
 
 pub(super) fn window_is_reached_until_it_is_invalidated(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     for kind in window_types(&link) {
         let mut expected = pattern(1, 4096);
         let memory = link.filled(&expected);
@@ -90,7 +90,7 @@ pub(super) fn window_is_reached_until_it_is_invalidated(case: &Case) {
 }
 
 pub(super) fn nothing_is_reached_outside_a_window(case: &Case) -> Outcome {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let windows = link.target.domain.provider_domain().windows();
     if !windows.expect("the NIC has windows").enforces_bounds() {
         return skip("the NIC does not enforce the bounds of windows, and says so");
@@ -113,7 +113,7 @@ pub(super) fn nothing_is_reached_outside_a_window(case: &Case) -> Outcome {
 }
 
 pub(super) fn region_with_a_bound_window_is_busy(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     for kind in window_types(&link) {
         let memory = link.filled(&pattern(1, 4096));
         let region = link.expose(memory.range(), LOCAL | REMOTE | Access::MW_BIND);
@@ -130,7 +130,7 @@ pub(super) fn region_with_a_bound_window_is_busy(case: &Case) {
 /// Tests that the provider itself refuses windows that exceed their region in range or rights. Safe
 /// code can call the provider's facet directly, without the checks of a domain.
 pub(super) fn window_bound_past_the_domain_gets_no_more_than_its_region(case: &Case) {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let (read, write) = (Access::REMOTE_READ, Access::REMOTE_WRITE);
     let types = window_types(&link);
     let nic = link.target.domain.provider_domain();
@@ -172,13 +172,13 @@ pub(super) fn window_bound_past_the_domain_gets_no_more_than_its_region(case: &C
 }
 
 struct Fixture<R = Exposed> {
-    link: Link,
+    link: CaseLink,
     memory: Bytes,
     region: R,
 }
 
 fn fixture(case: &Case) -> Fixture {
-    let link = Link::open(case);
+    let link = CaseLink::open(case);
     let memory = link.filled(&pattern(1, 4096));
     let region = link.expose(memory.range(), LOCAL | Access::REMOTE_READ | Access::MW_BIND);
     Fixture { link, memory, region }
@@ -586,7 +586,7 @@ pub(super) fn binding_registers_and_exports_nothing(case: &Case) {
     let f = fixture(case);
     let calls = || f.link.device.stats();
     let registered =
-        |link: &Link| (link.live().regions, link.live().page_registrations, link.live().bytes);
+        |link: &CaseLink| (link.live().regions, link.live().page_registrations, link.live().bytes);
     let one = f.type_1();
     let two = f.type_2(Type2Kind::B);
     let (before, calls_before) = (registered(&f.link), calls());

@@ -88,7 +88,8 @@ boot() {
     # The guest has more to do, and a weaker memory order than this machine, which QEMU can emulate
     # in two threads.
     aarch64)
-        command+=(-machine virt -accel "tcg,thread=multi" -cpu "max,pauth-impdef=on")
+        command+=(-machine virt -accel "tcg,thread=$([[ $in_turns ]] && echo single || echo multi)"
+            -cpu "max,pauth-impdef=on")
         ;;
     esac
     # The tests of the workspace and the files that they read.

@@ -12,27 +12,29 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
 
 /// Anonymous pages, unmapped on drop.
 #[derive(Debug)]
-pub(super) struct HostPages(Mapping);
+pub struct HostPages(Mapping);
 
 impl HostPages {
-    pub(super) fn new(len: usize) -> Self {
+    /// Maps new pages, which are zeroed.
+    pub fn new(len: usize) -> Self {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         Self(Mapping::anonymous(len, access, MapFlags::PRIVATE).expect("mmap"))
     }
 
     /// Reserves addresses without access and without pages.
-    pub(super) fn reserved(len: usize) -> Self {
+    pub fn reserved(len: usize) -> Self {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         Self(Mapping::anonymous(len, ProtFlags::empty(), flags).expect("mmap"))
     }
 
-    pub(super) fn range(&self) -> AddressRange {
+    /// Returns the addresses of the whole memory.
+    pub fn range(&self) -> AddressRange {
         self.0.range()
     }
 
     /// Replaces the pages by new zeroed ones, as a free and a new allocation at the address would.
     /// The process may read and write the new pages.
-    pub(super) fn replace_pages(&self) {
+    pub fn replace_pages(&self) {
         let (access, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
         // SAFETY: the range is this value's own mapping, and tests hold no references into it.
@@ -41,7 +43,7 @@ impl HostPages {
     }
 
     /// Removes pages and access of a part, but keeps the addresses reserved.
-    pub(super) fn remove_pages(&self, offset: u64, len: u64) {
+    pub fn remove_pages(&self, offset: u64, len: u64) {
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         let start = self.pointer(offset, len).cast();
         // SAFETY: the range is a part of this value's own mapping, and tests hold no references
@@ -49,7 +51,8 @@ impl HostPages {
         unsafe { mmap_anonymous(start, len as usize, ProtFlags::empty(), flags) }.expect("mmap");
     }
 
-    pub(super) fn make_read_only(&self) {
+    /// Takes the process's right to write the pages.
+    pub fn make_read_only(&self) {
         // SAFETY: the range is this value's own mapping, and tests hold no references into it.
         unsafe { mprotect(self.0.as_ptr().cast(), self.0.len(), MprotectFlags::READ) }
             .expect("mprotect");
@@ -66,13 +69,16 @@ impl HostPages {
 
 /// Memory under test: host pages or a device buffer.
 #[derive(Debug)]
-pub(super) enum Bytes {
+pub enum Bytes {
+    /// Host pages.
     Host(HostPages),
+    /// A buffer of a device.
     Device(DeviceBuffer),
 }
 
 impl Bytes {
-    pub(super) fn on_device(iface: &Arc<dyn Iface>, device: u32, len: usize) -> Self {
+    /// Allocates `len` bytes on a device.
+    pub fn on_device(iface: &Arc<dyn Iface>, device: u32, len: usize) -> Self {
         let request = AllocRequest {
             len: len as u64,
             device: DeviceId(device),
@@ -81,18 +87,21 @@ impl Bytes {
         Self::Device(DeviceBuffer::allocate(iface, &request).expect("allocate device memory"))
     }
 
-    pub(super) fn range(&self) -> AddressRange {
+    /// Returns the addresses of the whole memory.
+    pub fn range(&self) -> AddressRange {
         match self {
             Self::Host(pages) => pages.range(),
             Self::Device(buffer) => buffer.allocation().range,
         }
     }
 
-    pub(super) fn part(&self, offset: u64, len: u64) -> AddressRange {
+    /// Returns the addresses of a part. Panics if the part is not inside the memory.
+    pub fn part(&self, offset: u64, len: u64) -> AddressRange {
         self.range().slice(offset, len).expect("a part of the test's own memory")
     }
 
-    pub(super) fn put(&self, offset: u64, bytes: &[u8]) {
+    /// Copies `bytes` to the memory, `offset` bytes after its start. No transfer may be in flight.
+    pub fn put(&self, offset: u64, bytes: &[u8]) {
         match self {
             Self::Host(pages) => {
                 let to = pages.pointer(offset, bytes.len() as u64);
@@ -104,7 +113,8 @@ impl Bytes {
         }
     }
 
-    pub(super) fn get(&self, offset: u64, len: usize) -> Vec<u8> {
+    /// Returns `len` bytes, `offset` bytes after the start. No transfer may be in flight.
+    pub fn get(&self, offset: u64, len: usize) -> Vec<u8> {
         match self {
             Self::Host(pages) => {
                 // SAFETY: the range is in bounds, and nothing writes the bytes while no transfer is
@@ -119,12 +129,13 @@ impl Bytes {
         }
     }
 
-    pub(super) fn all(&self) -> Vec<u8> {
+    /// Returns all bytes. No transfer may be in flight.
+    pub fn all(&self) -> Vec<u8> {
         self.get(0, self.range().len() as usize)
     }
 
     /// Returns the host pages. Panics for a device buffer.
-    pub(super) fn pages(&self) -> &HostPages {
+    pub fn pages(&self) -> &HostPages {
         match self {
             Self::Host(pages) => pages,
             Self::Device(_) => panic!("only system memory has pages that a test can move"),
@@ -134,13 +145,15 @@ impl Bytes {
 
 /// Host memory that a region owns. The test keeps it mapped for longer.
 #[derive(Debug)]
-pub(super) struct Owned(AddressRange);
+pub struct Owned(AddressRange);
 
 impl Owned {
+    /// Returns memory at these addresses.
+    ///
     /// # Safety
     /// The memory must stay mapped as long as the value or a region of it lives, and no reference
     /// to it may exist.
-    pub(super) unsafe fn new(range: AddressRange) -> Self {
+    pub(crate) unsafe fn new(range: AddressRange) -> Self {
         Self(range)
     }
 }
