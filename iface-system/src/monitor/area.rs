@@ -254,10 +254,13 @@ pub(crate) fn check(
     loop {
         let mut area = at_or_after(at)
             .map_err(|errno| {
-                refused(ErrorKind::Unsupported)
-                    .errno(errno)
-                    .context("file", "/proc/self/maps")
-                    .remedy("the mappings cannot be read: mount /proc")
+                let (kind, remedy) = match errno {
+                    Errno::MFILE | Errno::NFILE => {
+                        (ErrorKind::OutOfResources, "raise the limit of open files (ulimit -n)")
+                    }
+                    _ => (ErrorKind::Unsupported, "the mappings cannot be read: mount /proc"),
+                };
+                refused(kind).errno(errno).context("file", "/proc/self/maps").remedy(remedy)
             })?
             .filter(|area| area.start <= at)
             .ok_or_else(|| {
@@ -328,6 +331,19 @@ mod tests {
         assert_eq!(size_of::<ProcmapQuery>(), 104);
         assert_eq!(std::mem::offset_of!(ProcmapQuery, vma_name_size), 80);
         assert_eq!(PROCMAP_QUERY, 0xc068_6611);
+    }
+
+    #[test]
+    fn unreadable_mappings_are_refused_with_the_remedy() {
+        let range = AddressRange::of(&[0_u8; 64]);
+        for (errno, kind, remedy) in [
+            (Errno::MFILE, ErrorKind::OutOfResources, "ulimit -n"),
+            (Errno::NOENT, ErrorKind::Unsupported, "mount /proc"),
+        ] {
+            let error = check(range, "test", |_| Err(errno)).err().expect("refused");
+            assert_eq!(error.kind(), kind);
+            assert!(error.remedy_text().is_some_and(|text| text.contains(remedy)), "{error}");
+        }
     }
 
     /// ARM-02
