@@ -626,7 +626,8 @@ fn nic_enforces_bounds_of_a_sub_region_of_a_shared_registration() {
     let sub = view.region().sub(view.range(), READ, None).expect("part of the region");
     let key = sub.key().expect("a key");
     assert_eq!(net.pull(&key, 3).expect("read"), [3; 3]);
-    let local = net.initiator.register(vec![0_u8; 8192], Access::READ).expect("a buffer");
+    let local = net.initiator.register(vec![0_u8; 2 * page_size() as usize], Access::READ);
+    let local = local.expect("a buffer");
     let peer = net.endpoint.resolve(&net.name).expect("the target");
     for (offset, len) in [(0, page_size() + 1), (page_size(), 1)] {
         // Built by hand, since `RemoteKey::slice` refuses the range before the NIC does.

@@ -46,8 +46,9 @@ fn fits(output: &Output, width: usize, whole: &[&str]) {
 fn output_fits_terminals_of_60_and_40_columns() {
     let names = ["loopback/peer-memory", "simulated:1"];
     let topology = recording("dgx-a100");
+    let page = format!("{} KiB", rustix::param::page_size() / 1024);
     let cases: [(&[&str], &[&str]); 7] = [
-        (&["info"], &[&names[..], &["MR_SINGLE_USE", "endpoint-binding", "4 KiB"]].concat()),
+        (&["info"], &[&names[..], &["MR_SINGLE_USE", "endpoint-binding", &page]].concat()),
         (&["check", "--quick"], &["loopback/peer-memory", "simulated:1", "memhooks+userfaultfd"]),
         (&["explain"], &names),
         (&["topo"], &[]),

@@ -288,10 +288,7 @@ impl Case {
         match fixture.paths.explain(&fixture.registry, &fixture.provider, &request) {
             Ok(explanation) => {
                 let attempts = listing::attempts(&explanation.attempts, &names);
-                let named = |line: &String| {
-                    line.replace("elsewhere+page", "memory+4096").replace("elsewhere", "memory")
-                };
-                let attempts = attempts.iter().map(named);
+                let attempts = attempts.iter().map(|line| line.replace("elsewhere", "memory"));
                 let path = explanation.path.map_or("refused:", |path| path.name());
                 Outcome {
                     head: format!("{path} {}", explanation.reason),

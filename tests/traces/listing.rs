@@ -146,10 +146,9 @@ fn refusal(error: &Error) -> String {
 }
 
 /// Replaces the hexadecimal addresses in a text by the names of their ranges, each with the offset
-/// in the range. Addresses of 4 GiB or more outside all ranges become `elsewhere`, and a length of
-/// one host page after such an address becomes `page`. Smaller numbers stay.
+/// in the range. Addresses of 4 GiB or more outside all ranges become `elsewhere`. Smaller numbers
+/// stay.
 fn with_named_addresses(text: &str, names: &Names) -> String {
-    let page = rustix::param::page_size();
     let mut out = String::new();
     let mut rest = text;
     while let Some(at) = rest.find("0x") {
@@ -171,9 +170,7 @@ fn with_named_addresses(text: &str, names: &Names) -> String {
             None => out.push_str("elsewhere"),
         }
     }
-    [",", ")"].iter().fold(out + rest, |text, end| {
-        text.replace(&format!("elsewhere+{page}{end}"), &format!("elsewhere+page{end}"))
-    })
+    out + rest
 }
 
 /// Parses a text of traces. Returns the lines of each test case under each policy, in the order of

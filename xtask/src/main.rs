@@ -38,6 +38,22 @@ const CHECK_AARCH64: &[(&str, &str)] = &[
     ("AR_aarch64_unknown_linux_gnu", "true"),
 ];
 
+/// The tests of patched functions with the processors emulated in turns, in which no processor
+/// translates an instruction while another one stores it.
+const AARCH64_HOOKS_IN_TURNS: Step = step(&[
+    "tests/vm/run",
+    "--target",
+    "aarch64",
+    "--workspace",
+    "--pages",
+    "16",
+    "--in-turns",
+    "--package",
+    "hmem-iface-system",
+    "--only",
+    ".*-memhooks",
+]);
+
 const TASKS: &[Task] = &[
     Task {
         name: "ci",
@@ -170,6 +186,7 @@ const TASKS: &[Task] = &[
         steps: &[
             step(&["tests/vm/run", "--target", "aarch64", "--workspace"]),
             step(&["tests/vm/run", "--target", "aarch64", "--workspace", "--pages", "16"]),
+            AARCH64_HOOKS_IN_TURNS,
         ],
     },
     Task {
