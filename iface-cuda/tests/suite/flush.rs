@@ -4,7 +4,7 @@ use hmem_core::{Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Ifac
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{CuContext, CuDevicePtr, CuResult};
 
-use crate::world::{Expandable, World, check, nic, over};
+use crate::world::{Expandable, World, check, nic, over, page};
 
 /// Returns the profile of a device that does not order inbound writes.
 fn unordered() -> Profile {
@@ -193,7 +193,7 @@ fn flush_forgets_freed_exported_memory() {
         let asked = |world: &World| world.driver().calls("cuPointerGetAttributes");
         let mut bases = std::collections::HashSet::new();
         for pages in 1..=250 {
-            let range = allocate(world, pages * 4096);
+            let range = allocate(world, pages * page());
             bases.insert(range.start());
             world.cuda.export_peer_memory(range, &nic()).expect("peer memory");
             // SAFETY: the test allocated the memory above, and frees it once.

@@ -9,7 +9,6 @@ use hmem_iface_accelerators::neuron::{self as neuron, Neuron};
 use hmem_iface_accelerators::synapseai::{self as synapseai, SynapseAi};
 use hmem_iface_kit::announced::{Announced, Driver};
 
-/// Length of a page in bytes.
 /// Returns the size of the machine's pages in bytes.
 pub(crate) fn page() -> u64 {
     rustix::param::page_size() as u64
