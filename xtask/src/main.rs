@@ -48,6 +48,7 @@ const AARCH64_HOOKS_IN_TURNS: Step = step(&[
     "--pages",
     "16",
     "--in-turns",
+    "--no-devices",
     "--package",
     "hmem-iface-system",
     "--only",
@@ -196,7 +197,7 @@ const TASKS: &[Task] = &[
     },
     Task {
         name: "aarch64-quick",
-        about: "the main part of aarch64: hooks, monitors, cache, registrations; pages of 16 KiB",
+        about: "the main part of aarch64: hooks, monitors and cache, with pages of 16 KiB",
         steps: &[step(&[
             "tests/vm/run",
             "--target",
@@ -204,6 +205,7 @@ const TASKS: &[Task] = &[
             "--workspace",
             "--pages",
             "16",
+            "--no-devices",
             "--package",
             "hmem-core",
             "--package",

@@ -19,6 +19,7 @@ suite() {
         echo "--package hmem-cli --bench perftest"
         return
     fi
+    [[ ! $no_devices ]] || return 0
     echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
     [[ ! $sideway ]] || echo "--manifest-path tests/vm/sideway/Cargo.toml"
     # Real memory with a genuine exporter (/dev/udmabuf).
