@@ -6,6 +6,7 @@ mod path_support;
 use std::{
     collections::BTreeSet,
     fmt::Write as _,
+    fs,
     path::PathBuf,
     sync::{Arc, LazyLock},
 };
@@ -165,6 +166,22 @@ fn closed_modules() -> Facts {
         root
     });
     Facts { root: Some(ROOT.clone()), ..Facts::default() }
+}
+
+/// Returns facts of a machine that does not limit the control group of the process.
+fn unlimited_group() -> Facts {
+    let root = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("unlimited-group");
+    for (path, text) in [
+        ("proc/self/cgroup", "0::/user.slice\n"),
+        ("sys/fs/cgroup/cgroup.controllers", "cpu rdma\n"),
+        ("sys/fs/cgroup/user.slice/rdma.max", "loop0 hca_handle=max hca_object=max\n"),
+        ("sys/fs/cgroup/user.slice/rdma.current", "loop0 hca_handle=1 hca_object=700\n"),
+    ] {
+        let path = root.join(path);
+        fs::create_dir_all(path.parent().expect("a folder")).expect("create");
+        fs::write(path, text).expect("write");
+    }
+    Facts { root: Some(root), ..Facts::default() }
 }
 
 fn modules(names: &[&str]) -> Facts {
@@ -429,6 +446,8 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         ),
         ("memlock", Scene { facts: Facts { memlock: Some(0), ..Facts::default() }, ..host(&[1]) }),
         ("rdma-cgroup", nic(&[11])),
+        ("nic-keys-used-up", Scene { facts: unlimited_group(), ..nic(&[11]) }),
+        ("nic-keys-used-up", Scene { facts: unlimited_group(), ..host(&[11]) }),
         ("nic-tables-full", nic(&[12])),
         (
             "nic-tables-full",
@@ -919,6 +938,7 @@ fn machines() -> Vec<Facts> {
         Facts { forbidden_nodes: nodes(), ..unknown() },
         modules(&["nvidia"]),
         closed_modules(),
+        unlimited_group(),
     ];
     let every = Facts {
         kernel: Some((5, 4)),

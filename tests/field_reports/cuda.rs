@@ -307,22 +307,3 @@ fn deepep_748_failed_buffer_is_named_before_anything_uses_it() {
     let buffers = rejected.value.close().map_err(hmem::Error::from).expect("not registered");
     assert_eq!(buffers.len(), 14);
 }
-
-/// REL-06
-///
-/// Not answered: hmem takes the EAGAIN of a NIC that is out of memory keys for the limit of a
-/// control group. The test fails when the answer gets better, so that the document is changed.
-#[test]
-fn mooncake_1765_exhausted_memory_keys_are_taken_for_the_limit_of_a_control_group() {
-    let machine = Machine::new(Profile::default());
-    let faults = Faults::new();
-    let nic = Loopback::builder().imports(DMA_BUF).faults(&faults);
-    let wire = machine.wire_on(nic, required());
-    let buffer = machine.buffer(1 << 20);
-    faults.fail_always(NicCall::Register, Errno(11));
-    let error = wire.expose(buffer.range()).expect_err("refused");
-    faults.clear();
-    let causes: Vec<_> = error.trace().iter().filter_map(|attempt| attempt.cause_name).collect();
-    assert!(causes.contains(&"rdma-cgroup"), "{error:?}");
-    assert!(!causes.contains(&"nic-tables-full"), "{error:?}");
-}

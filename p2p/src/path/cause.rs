@@ -15,6 +15,7 @@ use hmem_core::{
     path::Attempt,
 };
 
+use super::cgroup;
 use crate::topology::PEER_MEMORY;
 
 const DMA_BUF: &[Path] = &[Path::DmaBuf];
@@ -396,9 +397,26 @@ pub const CAUSES: &[RefusalCause] = &[
         rank: 250,
         paths: EVERY,
         answers: &[Answer::Errno(&[11])],
+        needs: Needs::some(
+            "a control group has reached its limit of RDMA objects, or its limit is unknown",
+            |facts| cgroup::is_full(facts) != Some(false),
+        ),
         cause: "the process's control group has reached its limit of RDMA objects (rdma.max)",
         remedy: "raise hca_object in rdma.max of the group, or register larger ranges in fewer \
                  regions",
+        ..ANY
+    },
+    RefusalCause {
+        name: "nic-keys-used-up",
+        rank: 252,
+        paths: EVERY,
+        steps: REGISTER,
+        answers: &[Answer::Errno(&[11])],
+        cause: "the NIC has no memory key left, and no control group limits them; processes that \
+                crashed may still hold some",
+        remedy: "find the processes that hold regions (`rdma resource show mr`) and end them, \
+                 close regions, or register larger ranges in fewer regions; if nobody holds them, \
+                 reload the NIC's driver",
         ..ANY
     },
     RefusalCause {

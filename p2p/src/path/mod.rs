@@ -11,7 +11,7 @@
 //!
 //! [`DefaultPathSelector::explain`] shows a decision and leaves nothing registered.
 //!
-//! Layers, lower ones first: [`cause`], `facts`, `variant`, `exports`, `search`, `probe`,
+//! Layers, lower ones first: `cgroup`, [`cause`], `facts`, `variant`, `exports`, `search`, `probe`,
 //! `dma_buf`, `decisions`, this file, `explain`.
 //!
 //! ```
@@ -24,6 +24,7 @@
 //! ```
 
 pub mod cause;
+mod cgroup;
 mod decisions;
 mod dma_buf;
 mod explain;
