@@ -38,7 +38,7 @@ pub(crate) fn each_function_notifies_before_and_after() {
         expect(&[(range(at(0), page), InvalidationCause::Discard)]);
         assert_eq!(libc::madvise(at(0), page, libc::MADV_FREE), 0);
         expect(&[(range(at(0), page), InvalidationCause::Discard)]);
-        assert_eq!(libc::madvise(at(0), page, libc::MADV_WILLNEED), 0);
+        assert_eq!(libc::madvise(at(0), page, libc::MADV_SEQUENTIAL), 0);
         assert!(recorder.about(whole).is_empty());
         assert_eq!(libc::mmap(at(1), page, RW, ANONYMOUS | libc::MAP_FIXED, -1, 0), at(1));
         expect(&[(range(at(1), page), InvalidationCause::Replace)]);
