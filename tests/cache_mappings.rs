@@ -65,7 +65,7 @@ fn take_mappings() {
 
 /// Registers and releases separate pages in a cache with default settings, while the application
 /// maps and unmaps memory.
-fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
+fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics, Option<String>) {
     let domain = {
         let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
         let cache = Some(CacheAttr::default());
@@ -73,7 +73,7 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
     };
     take_mappings();
     let cache = domain.cache().expect("a cache");
-    let mut left = pages;
+    let (mut left, mut uncached) = (pages, None);
     while left > 0 {
         let now = left.min(block());
         let block = map(2 * now, libc::MAP_PRIVATE);
@@ -84,7 +84,10 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
             // SAFETY: the page is unmapped without a lease left, and the cache is notified.
             let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
             let region = cache.get(memory, REMOTE);
-            drop(region.unwrap_or_else(|error| panic!("page {index}: {error}")));
+            let region = region.unwrap_or_else(|error| panic!("page {index}: {error}"));
+            let reason = region.lease().uncached_reason();
+            uncached = uncached.or_else(|| reason.map(|reason| format!("page {index}: {reason}")));
+            drop(region);
             if index % 500 == 0 {
                 // The kernel never merges a shared anonymous mapping with another mapping.
                 unmap(map(1, libc::MAP_SHARED), 1);
@@ -99,7 +102,7 @@ fn pass(hmem: &Hmem, pages: usize) -> (Domain, CacheStatistics) {
     let statistics = cache.statistics();
     assert_eq!(statistics.registrations + statistics.uncached, pages as u64, "{statistics:?}");
     assert_eq!(statistics.failures, 0);
-    (domain, statistics)
+    (domain, statistics, uncached)
 }
 
 fn hmem(kind: Option<HostMonitorKind>) -> Hmem {
@@ -119,14 +122,14 @@ fn with_defaults(pages: usize) {
     assert_eq!(hmem.cache_monitor().expect("a monitor").choice().name, "memhooks+userfaultfd");
     let limits = &hmem.cache_monitor().expect("a monitor").choice().limits;
     assert!(limits.contains(&format!("vm.max_map_count = {}", limit())), "{limits}");
-    let (domain, statistics) = pass(&hmem, pages);
-    assert_eq!(statistics.uncached, 0, "memhooks watch what userfaultfd does not");
+    let (domain, statistics, uncached) = pass(&hmem, pages);
+    assert_eq!(statistics.uncached, 0, "memhooks watch what userfaultfd does not: {uncached:?}");
     let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").rationale;
     assert!(why.contains("the hooks alone watch"), "{why}");
 }
 
 fn with_userfaultfd_alone(pages: usize) {
-    let (domain, statistics) = pass(&hmem(Some(HostMonitorKind::UserFaultFd)), pages);
+    let (domain, statistics, _) = pass(&hmem(Some(HostMonitorKind::UserFaultFd)), pages);
     assert!(statistics.registrations > pages as u64 / 2, "{statistics:?}");
     let why = domain.cache().expect("a cache").monitor(IfaceKind::SYSTEM).expect("one").rationale;
     assert!(why.contains("refused so far"), "{why}");

@@ -76,9 +76,9 @@ fn memory_of_the_application_is_recognised() {
 #[test]
 fn page_locked_pages_of_the_application_are_host_registered() {
     each(|world| {
-        let memory = vec![0u8; 1 << 20];
+        let memory = vec![0u8; 5 * page() as usize];
         let start = Address::of_ptr(memory.as_ptr()).0.next_multiple_of(page());
-        let range = AddressRange::new(Address(start), 64 << 10).expect("a range");
+        let range = AddressRange::new(Address(start), 4 * page()).expect("a range");
         assert_eq!(world.cuda.query(range.start()).expect("query"), None);
         // SAFETY: `memory` outlives the registration.
         unsafe { world.cuda.host_register(range) }.expect("page-lock");

@@ -141,7 +141,10 @@ place_tests() {
     done
     [[ ! ${newer_libc:-} ]] || place_newer_libc
     {
-        printf '%s=%q\n' mark "$mark" verbose "$keep" 'export HMEM_VM_KERNEL' "$kernel_release"
+        # The kernel that the run built calls itself by the version alone.
+        local release=$kernel_release
+        ((pages != 64)) || release=${release%%-*}
+        printf '%s=%q\n' mark "$mark" verbose "$keep" 'export HMEM_VM_KERNEL' "$release"
         [[ ! $workspace ]] || printf '%s=%q\n' repository "$repository" target "$cargo_folder"
         [[ ! $dma_buf ]] || printf '%s\n' preload=/lib/ibv_reg_dmabuf_mr.so 'export HMEM_VERBS_DMA_BUF=1' \
             'export HMEM_VERBS_WINDOW_BOUNDS=1'
