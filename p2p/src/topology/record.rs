@@ -14,7 +14,7 @@ use super::{
     device::{Link, PciDevice},
     kernel::{GROUPS, write_nvidia},
     numa,
-    rdma::{self, RdmaDevice},
+    rdma::{self, RdmaDevice, RdmaPort},
     source::SourceEntry,
 };
 
@@ -92,17 +92,10 @@ impl Recording<'_> {
     /// Returns `text` without the host name of this machine.
     fn anonymous(&self, text: &str) -> String {
         let host = self.topology.host.as_deref().unwrap_or_default();
-        let mut text = text.to_owned();
-        for name in [host, host.split('.').next().unwrap_or_default()] {
-            // Short names and `localhost` stay, since they occur in other words.
-            if name.len() < 3 || name == "localhost" {
-                continue;
-            }
-            while let Some(at) = text.to_ascii_lowercase().find(&name.to_ascii_lowercase()) {
-                text.replace_range(at..at + name.len(), "\0");
-            }
-        }
-        text.replace('\0', REPLACED)
+        let mut names = vec![host, host.split('.').next().unwrap_or_default()];
+        // Short names and `localhost` stay, since they occur in other words.
+        names.retain(|name| name.len() >= 3 && *name != "localhost");
+        without(text, &names)
     }
 
     fn device(&mut self, device: &PciDevice) {
@@ -158,6 +151,10 @@ impl Recording<'_> {
             if let Some(rate) = port.rate {
                 self.file(&at("rate"), &format!("{rate} Gb/sec"));
             }
+            if let RdmaPort { link_layer: None, active: None, rate: None, .. } = port {
+                // An empty link layer is read as an unknown one. This file creates the folder.
+                self.file(&at("link_layer"), "");
+            }
         }
     }
 
@@ -184,6 +181,21 @@ impl Recording<'_> {
             self.raw("proc/driver/nvidia/version", write_nvidia(driver));
         }
     }
+}
+
+/// Returns `text` with [`REPLACED`] in place of each of `names`, in upper or lower case. The first
+/// name is replaced first.
+fn without(text: &str, names: &[&str]) -> String {
+    let Some((name, others)) = names.split_first() else { return text.to_owned() };
+    let (lower, name) = (text.to_ascii_lowercase(), name.to_ascii_lowercase());
+    let mut start = 0;
+    let ends = lower.match_indices(&name).map(|(at, _)| at).chain([text.len()]);
+    let parts = ends.map(|end| {
+        let part = without(&text[start..end], others);
+        start = end + name.len();
+        part
+    });
+    parts.collect::<Vec<_>>().join(REPLACED)
 }
 
 /// Returns the path in a recording of the folder of a PCI function.
@@ -219,6 +231,39 @@ mod tests {
     fn recording_of_a_recording_is_the_same() {
         let entries = laptop();
         assert_eq!(read(entries.clone()).unwrap().entries(), entries);
+    }
+
+    #[test]
+    fn port_whose_files_cannot_be_read_is_recorded() {
+        let mut entries = laptop();
+        let device = "sys/devices/virtual/infiniband/rxe0";
+        let link = SourceEntry::Link("../../devices/virtual/infiniband/rxe0".to_owned());
+        entries.insert("sys/class/infiniband/rxe0".to_owned(), link);
+        // Of the files in the folder of the port, only one is there that no topology holds.
+        let lid = format!("{device}/ports/1/lid");
+        entries.insert(lid, SourceEntry::File(b"0x0\n".to_vec()));
+        let topology = read(entries).unwrap();
+        let port = RdmaPort { number: 1, link_layer: None, active: None, rate: None };
+        assert_eq!(topology.rdma()[0].ports, [port]);
+        assert_eq!(read(topology.entries()).unwrap(), topology);
+    }
+
+    #[test]
+    fn nul_bytes_in_the_command_line_are_recorded() {
+        let mut entries = laptop();
+        let line = SourceEntry::File(b"intel_iommu=a\0\0b\n".to_vec());
+        entries.insert("proc/cmdline".to_owned(), line);
+        let topology = read(entries).unwrap();
+        assert_eq!(topology.kernel().command_line, ["intel_iommu=a\0\0b"]);
+        assert_eq!(read(topology.entries()).unwrap(), topology);
+    }
+
+    #[test]
+    fn host_name_is_replaced_whole_before_its_first_label() {
+        let names = ["node7.example", "node7"];
+        assert_eq!(without("a-NODE7.example\0node7-node7x", &names), "a-host\0host-hostx");
+        assert_eq!(without("ghosts", &["host.x", "host"]), "ghosts");
+        assert_eq!(without("text", &[]), "text");
     }
 
     fn entry() -> impl Strategy<Value = Option<SourceEntry>> {
