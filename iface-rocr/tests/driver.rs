@@ -738,6 +738,48 @@ fn ipc_keeps_the_requested_length_whatever_the_runtime_rounds_to() {
     }
 }
 
+/// HM-10
+///
+/// The memory of a handle that was altered, with a correct checksum, is readable as a whole, or the
+/// handle is refused.
+#[test]
+fn altered_ipc_handle_is_refused_or_opens_whole_memory() {
+    let (runtime, iface) = world();
+    let memory = allocate(&iface, AllocationKind::Device);
+    let handle = iface.ipc_export(&memory).expect("export");
+    let other = open(&runtime).expect("open");
+    let (sound, len, whole, device): ([u32; 8], u64, u64, String) =
+        handle.decode(IfaceKind::ROCR).expect("a handle");
+    let tried = |inner, len, whole| {
+        let altered = IpcHandle::encode(IfaceKind::ROCR, &(inner, len, whole, &device));
+        let Ok(opened) = other.ipc_open(&altered) else { return false };
+        let mut bytes = vec![0; opened.range.len() as usize];
+        // SAFETY: the memory is open, and nothing refers to `bytes`.
+        unsafe {
+            other.read(opened.base(), &mut bytes).expect("opened memory is readable");
+            other.ipc_close(&opened).expect("close");
+        }
+        true
+    };
+    for place in 0..sound.len() {
+        for bit in 0..32 {
+            let mut inner = sound;
+            inner[place] ^= 1 << bit;
+            tried(inner, len, whole);
+        }
+    }
+    // The runtime's handle and this library's content agree about a wrong length.
+    for longer in [whole + 1, whole * 2, u64::from(u32::MAX)] {
+        let mut inner = sound;
+        (inner[5], inner[6]) = (longer as u32, (longer >> 32) as u32);
+        assert!(!tried(inner, longer, longer), "{longer} bytes of {whole}");
+    }
+    assert!(tried(sound, len, whole));
+    free(&iface, &memory).expect("free");
+    other.close().map_err(Error::from).expect("close");
+    end(&runtime, iface);
+}
+
 /// REL-01
 ///
 /// Each call of the runtime fails in turn. The operation then returns an error, or succeeds without

@@ -407,10 +407,12 @@ runtime! {
         let inode = u64::from(low) | u64::from(high) << 32;
         // `hsa_ext_amd.h`, about the length: "Must be the full length of the shared allocation".
         let full = u64::from(len_low) | u64::from(len_high) << 32;
-        if stat.st_ino != inode || full != len as u64 {
+        let is_whole = full.checked_next_multiple_of(page()) == Some(stat.st_size as u64);
+        let owner = (0..state.profile.devices).map(gpu).find(|gpu| gpu.handle == owner.into());
+        let Some(owner) = owner else { return Err(INVALID_ARGUMENT) };
+        if stat.st_ino != inode || full != len as u64 || !is_whole {
             return Err(INVALID_ARGUMENT);
         }
-        let owner = Agent { handle: owner.into() };
         put(base, state.import(owner, len as u64, file)? as *mut c_void)
     }
 
