@@ -37,7 +37,8 @@ pub struct Registration<'a> {
     pub enabled: bool,
     /// The settings for registering host memory in parts, by parallel driver calls. `None` splits
     /// only ranges that are too long for one call. A provider that ignores these settings reports
-    /// progress once, at the end.
+    /// progress once, at the end. The domain catches a panic of the application's callback, so that
+    /// it does not unwind through the provider.
     pub parallel: Option<&'a Parallel<'a>>,
     /// The domain's policy for direct access to device memory.
     pub policy: P2pPolicy,
@@ -306,7 +307,9 @@ pub struct Parallel<'a> {
     /// splits only ranges that become faster to register.
     pub chunk: u64,
     /// A callback that reports progress after each part. Any of the registering threads calls it.
-    /// Asynchronous registrations ([`Domain::bind`](crate::Domain::bind)) do not call it.
+    /// If it panics, the remaining parts are registered without further calls. Then all parts are
+    /// deregistered, and the call that registers panics. Asynchronous registrations
+    /// ([`Domain::bind`](crate::Domain::bind)) do not call it.
     pub progress: Option<Progress<'a>>,
 }
 

@@ -67,7 +67,7 @@ pub(super) fn cpus() -> usize {
 /// Calls `one` with the offset and length of each part in `seams`, with at most `threads` calls at
 /// once. Appends the registrations to `parts` in the order of `seams`.
 ///
-/// After an error of `one` or a panic of `progress`, `parts` has the registrations made so far.
+/// After an error or a panic, `parts` has the registrations made so far.
 pub(super) fn register(
     seams: &[(u64, u64)],
     threads: usize,
@@ -86,11 +86,7 @@ pub(super) fn register(
             made.lock().push((index, part));
             let before = done.fetch_add(len, Ordering::Relaxed);
             if let Some(progress) = progress {
-                let told = catch_unwind(AssertUnwindSafe(|| progress(before + len, total)));
-                told.unwrap_or_else(|panic| {
-                    stop.store(true, Ordering::Relaxed);
-                    resume_unwind(panic)
-                });
+                progress(before + len, total);
             }
         }
         Ok(())

@@ -10,17 +10,21 @@ use std::{
     ffi::{c_int, c_uint, c_void},
     panic::{self, AssertUnwindSafe},
     ptr,
-    sync::{Condvar, Mutex, MutexGuard},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
     thread,
     time::Duration,
 };
 
 use fake::memory;
-use hmem_core::{Access, Domain, ErrorKind, Parallel, Request, provider::ProviderDomain};
+use hmem_core::{
+    Access, Domain, ErrorKind, Mapping, Parallel, Prefault, Promise, Raw, Request,
+    provider::ProviderDomain,
+};
 use hmem_provider_verbs::{
     Verbs, VerbsDomain, VerbsMr,
     sys::{Functions, Mr, Pd},
 };
+use rustix::mm::{MapFlags, ProtFlags};
 use trials::{Outcome, Skipped, trials};
 
 trials! {
@@ -34,6 +38,8 @@ trials! {
     refused_part_rolls_back_all_others,
     /// MR-16
     panic_of_the_progress_callback_rolls_back_all_parts,
+    /// MR-16
+    panic_of_the_prefault_callback_registers_nothing,
     /// MR-16
     parts_shorter_than_a_page_are_refused,
     /// MR-16
@@ -230,20 +236,42 @@ fn panic_of_the_progress_callback_rolls_back_all_parts() -> Outcome {
                 panic::resume_unwind(Box::new("the caller's own panic"));
             }
         };
-        let request = Request::new(vec![0_u8; 8 << 20], Access::SEND).parallel(Parallel {
+        let owner = Arc::new(());
+        let memory = memory(0x10_0000_0000, 8 * MIB).keep(Arc::clone(&owner));
+        let request = Request::new(memory, Access::SEND).parallel(Parallel {
             threads,
             chunk: MIB,
             progress: Some(&progress),
         });
-        let registered = panic::catch_unwind(AssertUnwindSafe(|| domain.submit(request)));
-        let panic = registered.map(drop).expect_err("the panic goes on to the caller");
-        let text = panic.downcast_ref::<&str>().copied();
-        assert_eq!(text, Some("the caller's own panic"), "{threads} threads");
+        panics_with_the_text_of_the_caller(|| drop(domain.submit(request)));
         assert!(driver().calls >= 3, "parts were registered: {}", driver().calls);
         assert_eq!(driver().live, BTreeMap::new(), "{threads} threads");
         assert_eq!((domain.live().regions, domain.live().page_registrations), (0, 0));
+        assert_eq!(Arc::strong_count(&owner), 1, "{threads} threads: the memory is kept");
     }
     Ok(())
+}
+
+/// MR-18
+fn panic_of_the_prefault_callback_registers_nothing() -> Outcome {
+    let (domain, _alone) = domain(1 << 40);
+    let progress = |_, _| panic::resume_unwind(Box::new("the caller's own panic"));
+    let owner =
+        Arc::new(Mapping::anonymous(4096, ProtFlags::READ, MapFlags::PRIVATE).expect("a page"));
+    // SAFETY: the region keeps the mapping, and nothing else uses it.
+    let memory = unsafe { Raw::new(owner.range(), Promise::ReadOnly) }.keep(Arc::clone(&owner));
+    let request = Request::new(memory, Access::SEND)
+        .prefault(Prefault { threads: 1, progress: Some(&progress) });
+    panics_with_the_text_of_the_caller(|| drop(domain.submit(request)));
+    assert_eq!((driver().calls, domain.live().regions), (0, 0));
+    assert_eq!(Arc::strong_count(&owner), 1, "the memory is kept");
+    Ok(())
+}
+
+/// Checks that the call panics with `the caller's own panic`.
+fn panics_with_the_text_of_the_caller(call: impl FnOnce()) {
+    let panic = panic::catch_unwind(AssertUnwindSafe(call)).expect_err("the panic goes on");
+    assert_eq!(panic.downcast_ref::<&str>().copied(), Some("the caller's own panic"));
 }
 
 fn parts_shorter_than_a_page_are_refused() -> Outcome {

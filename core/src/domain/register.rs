@@ -5,7 +5,11 @@
 
 #![allow(unsafe_code, reason = "calls the provider, with memory that the caller of `reg` keeps")]
 
-use std::sync::Arc;
+use std::{
+    any::Any,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::Arc,
+};
 
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -24,12 +28,12 @@ use crate::{
     event_queue::RegionId,
     path::{PathRegistration, Target},
     provider::{Backing, Features, Piece},
-    registration::{KeyRequest, RegisteredMemory, Registration},
+    registration::{KeyRequest, Parallel, Progress, RegisteredMemory, Registration},
     registry::{AddressOwner, Registry},
 };
 
-/// A guard that leaks the memory of a registration that panics, because the NIC may have registered
-/// it. Forget the guard after the registration.
+/// A guard that leaks the memory of a registration if the provider or the path selector panics,
+/// because the NIC may have registered it. Forget the guard after the registration.
 struct LeakOnPanic<'a>(&'a KeepAlive);
 
 impl Drop for LeakOnPanic<'_> {
@@ -127,6 +131,7 @@ impl DomainInner {
         ranges: &'a [AddressRange],
         memory: RegisteredMemory<'a>,
         terms: &'a Terms<'_>,
+        parallel: Option<&'a Parallel<'a>>,
     ) -> Registration<'a> {
         match memory {
             RegisteredMemory::Device { allocations, .. } => {
@@ -155,7 +160,7 @@ impl DomainInner {
             addressing: self.addressing(),
             page_size: terms.page_size,
             enabled: self.starts_enabled(terms.flags),
-            parallel: terms.parallel.as_ref(),
+            parallel,
             policy: self.attr.p2p,
             direct_paths: self.attr.direct_paths.as_deref(),
             ordering: terms.ordering.unwrap_or(self.attr.ordering),
@@ -169,22 +174,18 @@ impl DomainInner {
 /// Registers the same memory with the NIC of each domain, and creates the regions.
 ///
 /// `done` receives the regions in the order of the domains. If a NIC fails, `done` has received the
-/// regions of the NICs before it. The caller must have checked the request for every domain. If the
-/// registration panics, the memory of the request is leaked.
+/// regions of the NICs before it. The caller must have checked the request for every domain.
 pub(super) fn register_regions(
     domains: &[&Arc<DomainInner>],
     checked: &Checked<'_>,
     owner: Option<&AddressOwner>,
     done: &mut dyn FnMut(MemoryRegion),
 ) -> Result<()> {
-    let leak = LeakOnPanic(&checked.request.keep);
     let mut left = domains.iter();
-    let registered = register_on_nics(domains, checked, owner, &mut |registered| {
+    register_on_nics(domains, checked, owner, &mut |registered| {
         let domain = left.next().expect("one region for each domain");
         done(MemoryRegion { inner: new_region(domain, checked, Ok(registered)) });
-    });
-    std::mem::forget(leak);
-    registered
+    })
 }
 
 /// Registers the same memory with the NIC of each domain, without creating regions.
@@ -192,6 +193,11 @@ pub(super) fn register_regions(
 /// `done` receives the registrations in the order of the domains. If a NIC fails, `done` has
 /// received those of the NICs before it. The caller must have checked the request for every domain.
 /// `owner` is the owner of the memory, if the caller has resolved it already.
+///
+/// # Panics
+/// - If a progress callback panicked. The caller closes what `done` received, and nothing else is
+///   registered.
+/// - If the provider or the path selector panics. The memory of the request is then leaked.
 pub(super) fn register_on_nics(
     domains: &[&Arc<DomainInner>],
     checked: &Checked<'_>,
@@ -218,15 +224,49 @@ pub(super) fn register_on_nics(
     // A move of the result would be slow, for the reason in `DomainInner::owner`.
     let memory = first.resolve(checked, owner, &mut allocations);
     (memory.as_ref().map_err(Error::clone))
-        .and_then(|memory| register_memory(domains, checked, memory, &mut done))
+        .and_then(|memory| register_resolved(domains, checked, memory, &mut done))
         .inspect_err(|error| tracing::debug!(%error, "registration refused"))
 }
 
 /// Registers `memory`, which was resolved before, with the NIC of each domain.
+///
+/// A panic of the progress callback does not unwind through the provider: the registration runs to
+/// its end without further calls of the callback, and the panic then continues.
+fn register_resolved(
+    domains: &[&Arc<DomainInner>],
+    checked: &Checked<'_>,
+    memory: &RegisteredMemory<'_>,
+    done: &mut dyn FnMut(PathRegistration),
+) -> Result<()> {
+    let RegionRequest { keep, terms, .. } = checked.request;
+    let panic: Mutex<Option<Box<dyn Any + Send>>> = Mutex::new(None);
+    let progress = terms.parallel.and_then(|parallel| parallel.progress);
+    let report = |done: u64, total: u64| {
+        let Some(progress) = progress.filter(|_| panic.lock().is_none()) else { return };
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| progress(done, total))) {
+            panic.lock().get_or_insert(payload);
+        }
+    };
+    let report: Progress<'_> = &report;
+    let parallel = terms
+        .parallel
+        .map(|parallel| Parallel { progress: parallel.progress.and(Some(report)), ..parallel });
+    let leak = LeakOnPanic(keep);
+    let registered = register_memory(domains, checked, memory, parallel.as_ref(), done);
+    std::mem::forget(leak);
+    match panic.into_inner() {
+        Some(payload) => resume_unwind(payload),
+        None => registered,
+    }
+}
+
+/// Registers `memory` with the NIC of each domain. `parallel` are the request's settings, with a
+/// callback that does not panic.
 fn register_memory(
     domains: &[&Arc<DomainInner>],
     checked: &Checked<'_>,
     memory: &RegisteredMemory<'_>,
+    parallel: Option<&Parallel<'_>>,
     done: &mut dyn FnMut(PathRegistration),
 ) -> Result<()> {
     let first = domains[0];
@@ -235,7 +275,7 @@ fn register_memory(
     match *memory {
         RegisteredMemory::Part { base, offset } => {
             let len = ranges[0].len();
-            let registration = first.registration(ranges, *memory, terms);
+            let registration = first.registration(ranges, *memory, terms, parallel);
             let sub_regions = first.provider.sub_regions().ok_or_else(|| {
                 first.missing(
                     Features::SUB_REGIONS,
@@ -263,8 +303,8 @@ fn register_memory(
                 &several
             };
             for domain in domains {
-                let registration =
-                    domain.registration(ranges, RegisteredMemory::Host { owned }, terms);
+                let memory = RegisteredMemory::Host { owned };
+                let registration = domain.registration(ranges, memory, terms, parallel);
                 // SAFETY: if `owned` is set, the region owns the memory or a scope borrows it,
                 // until the region is deregistered. Otherwise the caller of an unsafe function
                 // guarantees that the memory may be registered.
@@ -273,8 +313,10 @@ fn register_memory(
             }
         }
         RegisteredMemory::Device { .. } | RegisteredMemory::DmaBuf { .. } => {
-            let registrations: SmallVec<[Registration<'_>; 1]> =
-                domains.iter().map(|domain| domain.registration(ranges, *memory, terms)).collect();
+            let registrations: SmallVec<[Registration<'_>; 1]> = domains
+                .iter()
+                .map(|domain| domain.registration(ranges, *memory, terms, parallel))
+                .collect();
             let targets: SmallVec<[Target<'_>; 1]> = domains
                 .iter()
                 .zip(&registrations)
