@@ -310,7 +310,7 @@ impl Regions {
     /// - NoRegion: the handle is stale.
     /// - Busy: windows or sub-regions depend on the region.
     pub(super) fn remove(&self, domain: u32, token: Token) -> Result<Pages> {
-        let (region, pages) = {
+        let (mut region, pages) = {
             let mut table = self.table.write();
             let found = table.slots.find(domain, token).ok_or_else(|| stale("deregister"))?;
             if found.dependents > 0 {
@@ -323,8 +323,9 @@ impl Regions {
             (region, pages)
         };
         // No transfer can find the region any more, so the number of its references only falls. If
-        // this is the only reference, no guard of the region exists.
-        if Arc::strong_count(&region) > 1 {
+        // this is the only reference, no guard of the region exists. `get_mut` then acquires what
+        // the last guard released, so that all copies happen before this call returns.
+        if Arc::get_mut(&mut region).is_none() {
             // Waits for the transfers that use the region.
             let pieces = std::mem::take(&mut region.write().attr.pieces);
             drop(pieces);

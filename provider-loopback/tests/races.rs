@@ -210,10 +210,11 @@ fn after_deregistration_no_byte_changes() {
                 let end = End::open(&domain(&provider, MrMode::empty()));
                 let (there, stop, key, writes) = (&there, &stop, &key, &writes);
                 scope.spawn(move || {
-                    let source = Buffer::filled(4096, thread);
+                    // Two writes of the same byte would be a race that ThreadSanitizer reports.
+                    let (source, at) = (Buffer::filled(1024, thread), u64::from(thread) * 1024);
                     let to = end.peer(there);
                     while !stop.load(Ordering::Relaxed) {
-                        match end.write(to, &[source.whole()], key, 0) {
+                        match end.write(to, &[source.whole()], key, at) {
                             Ok(_) => {
                                 writes.fetch_add(1, Ordering::Relaxed);
                             }
