@@ -84,7 +84,8 @@ impl SharedLibrary {
 /// - `variable`: the environment variable with the path of the library to load instead. This
 ///   section can be omitted.
 /// - `iface`: the iface in errors, as [`Error::iface`] takes it. For a plug-in this is an
-///   [`IfaceName`](crate::IfaceName), because an [`IfaceKind`](crate::IfaceKind) has no name.
+///   [`IfaceName`](crate::IfaceName), because an [`IfaceKind`](crate::IfaceKind) has no name. A
+///   provider's table has `provider` instead: the name of the provider in errors.
 /// - `not_loaded`: the remedy of the error for a library that cannot be loaded.
 /// - `lacks_symbol`: the remedy of the error for a library without a required function.
 ///
@@ -153,7 +154,8 @@ macro_rules! function_table {
         unsafe $table:ident {
             library: $library:literal,
             $(variable: $variable:literal,)?
-            iface: $kind:expr,
+            $(iface: $kind:expr,)?
+            $(provider: $provider:literal,)?
             not_loaded: $not_loaded:expr,
             lacks_symbol: $lacks_symbol:expr,
         }
@@ -317,7 +319,7 @@ macro_rules! function_table {
 
             fn unavailable(remedy: &'static str) -> $crate::Error {
                 let error = $crate::Error::new($crate::ErrorKind::Unavailable, "load library");
-                error.iface($kind).remedy(remedy)
+                error$(.iface($kind))?$(.provider($provider))?.remedy(remedy)
             }
 
             /// Fills the table with the functions that `lookup` returns. `library` is the path of
