@@ -78,6 +78,7 @@ fn attr() -> ProviderAttr {
         progress: ProgressModel::Nic,
         order: MsgOrder::all(),
         cq_data_size: 0,
+        driver_cache: None,
     }
 }
 

@@ -162,6 +162,7 @@ fn nic() -> ProviderAttr {
         progress: ProgressModel::Nic,
         order: MsgOrder::empty(),
         cq_data_size: 0,
+        driver_cache: None,
     }
 }
 

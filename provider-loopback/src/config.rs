@@ -84,6 +84,7 @@ impl Default for Config {
             // An endpoint finishes each request before it starts the next request.
             order: MsgOrder::all(),
             cq_data_size: 8,
+            driver_cache: None,
         };
         Self {
             attr,

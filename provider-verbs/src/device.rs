@@ -379,6 +379,7 @@ fn describe(
         progress: ProgressModel::Nic,
         order: RC_ORDER,
         cq_data_size: 4,
+        driver_cache: None,
     }
 }
 

@@ -385,7 +385,10 @@ impl RegionCache {
     /// - The iface's own error if the iface has no monitor or cannot start its monitor. Later calls
     ///   return the same error.
     /// - The errors of [`Registry::get`](crate::Registry::get) if the domain does not have `iface`.
-    /// - [`ErrorKind::Unsupported`] if the monitor is disabled by the settings.
+    /// - [`ErrorKind::Unsupported`] if the monitor is disabled by the settings, and if the driver's
+    ///   library has a cache of its own ([`ProviderAttr::driver_cache`]). The error names it.
+    ///
+    /// [`ProviderAttr::driver_cache`]: crate::provider::ProviderAttr::driver_cache
     /// - [`ErrorKind::BadState`] in a forked child.
     pub fn monitor(&self, iface: IfaceKind) -> Result<MonitorDescription> {
         let source = self.cache.backend();
@@ -516,6 +519,16 @@ impl Registrations {
     }
 
     fn start_monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
+        let attr = &self.domain.provider_attr;
+        if let Some(cache) = &attr.driver_cache {
+            return Err(Error::new(ErrorKind::Unsupported, "cache monitor")
+                .provider(attr.nic.to_string())
+                .context("why", format_args!("{cache} is in force"))
+                .remedy(
+                    "rely on that cache, or disable it (libfabric: FI_MR_CACHE_MONITOR=disabled \
+                     when the process starts, and name a monitor by Builder::cache_monitor)",
+                ));
+        }
         if self.without.contains(&iface) {
             return Err(Error::new(ErrorKind::Unsupported, "cache monitor")
                 .iface(self.domain.registry.name_of(iface))

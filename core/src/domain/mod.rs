@@ -193,7 +193,10 @@ impl Domain {
             staging: attr.staging,
         };
         let process = ProcessMark::current()?;
-        let plain_host = Arc::new(selector.plain_host(&nic.nic));
+        let mut plain_host = selector.plain_host(&nic.nic);
+        if let Some(cache) = &nic.driver_cache {
+            plain_host.reason.push_str(&format!("; {cache} is in force"));
+        }
         let provider = provider.open_domain(&request)?;
         Ok(Self {
             cache: OnceLock::new(),
@@ -206,7 +209,7 @@ impl Domain {
                 attr,
                 mode,
                 effective: mode.effective(),
-                plain_host,
+                plain_host: Arc::new(plain_host),
                 process,
                 worker: OnceLock::new(),
                 spare_windows: SpareWindows::default(),
