@@ -51,6 +51,7 @@
 //!
 //! - `cuda`, `rocr`, `ze`: the memory of one vendor each.
 //! - `verbs`: RDMA hardware.
+//! - `libfabric`: registration in libfabric domains that the program opened.
 //! - `testing`: the software NIC ([`loopback`]) and the simulated device
 //!   ([`Simulated`](system::Simulated)). It compiles the crate io-uring.
 //! - `recordings`: recorded topologies in archives, and the kernel configuration in
@@ -124,6 +125,9 @@ pub use hmem_iface_system as system;
 pub use hmem_iface_ze as ze;
 #[doc(inline)]
 pub use hmem_p2p as p2p;
+#[cfg(feature = "libfabric")]
+#[doc(inline)]
+pub use hmem_provider_libfabric as libfabric;
 #[cfg(feature = "testing")]
 #[doc(inline)]
 pub use hmem_provider_loopback as loopback;

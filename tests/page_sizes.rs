@@ -35,6 +35,7 @@ const OTHERS: &[(&str, &str, &str)] = &[
     ("p2p/src/staging/chunk_plan.rs", "MTU", "the largest MTU of InfiniBand"),
     ("provider-loopback/src/memory/host.rs", "entries", "a number of pages"),
     ("provider-loopback/src/memory/pinned.rs", "MAX_BUFFERS", "a number of buffers"),
+    ("provider-libfabric/src/sys/layout.rs", "FI_REMOTE_READ", "a bit of libfabric's flags"),
     ("provider-verbs/src/sys/codes.rs", "RQ_PSN", "a bit of libibverbs' masks"),
     ("provider-verbs/src/device.rs", "register(pd", "a call that the driver must refuse"),
 ];

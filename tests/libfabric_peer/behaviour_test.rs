@@ -3,40 +3,13 @@
 use crate::libfabric::error::FabricErrno;
 use crate::libfabric::{
     FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider, ShmWritePath,
-    ShmWritePeer, sys,
+    ShmWritePeer,
 };
 use crate::trials::{Outcome, Skipped};
 
 /// Loads libfabric. Skips the test if the library is not installed.
 fn libfabric() -> Result<Libfabric, Skipped> {
     Libfabric::load().map_err(|reason| Skipped(reason.to_string()))
-}
-
-pub(crate) fn an_absent_library_gives_a_printable_reason() -> Outcome {
-    let error = Libfabric::load_from("libfabric-that-is-not-there.so").unwrap_err();
-    assert!(matches!(error, FabricError::LibraryMissing { .. }));
-    assert!(error.to_string().contains("libfabric-that-is-not-there.so"));
-    Ok(())
-}
-
-pub(crate) fn an_unrelated_library_is_refused_by_the_missing_symbol() -> Outcome {
-    let error = Libfabric::load_from("libc.so.6").unwrap_err();
-    assert!(matches!(error, FabricError::SymbolMissing { .. }));
-    assert!(error.to_string().contains("fi_version"));
-    Ok(())
-}
-
-pub(crate) fn the_first_missing_symbol_ends_the_lookup() -> Outcome {
-    let mut asked = Vec::new();
-    let lookup = |symbol: &'static std::ffi::CStr| {
-        asked.push(symbol);
-        Err(FabricError::OperationMissing { operation: "a look-up" })
-    };
-    // SAFETY: the lookup returns no address.
-    let error = unsafe { sys::Functions::from_lookup(lookup) }.unwrap_err();
-    assert!(matches!(error, FabricError::OperationMissing { .. }));
-    assert_eq!(asked, [c"fi_version"]);
-    Ok(())
 }
 
 pub(crate) fn only_a_vacant_key_can_be_registered() -> Outcome {

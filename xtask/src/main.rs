@@ -105,6 +105,11 @@ const TASKS: &[Task] = &[
         ],
     },
     Task {
+        name: "libfabric",
+        about: "the libfabric provider over libfabric 1.17 and 2.5, and the headers",
+        steps: &[step(&["tests/libfabric/run"])],
+    },
+    Task {
         name: "optional",
         about: "features off by default: cudarc's slices over the fake CUDA driver, and log",
         steps: &[

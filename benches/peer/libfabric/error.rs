@@ -31,28 +31,14 @@ impl fmt::Display for FabricErrno {
 /// instead of a result.
 #[derive(Debug)]
 pub(crate) enum FabricError {
-    /// The dynamic loader did not find the library, or could not load it.
-    LibraryMissing {
-        /// File name or path that was loaded.
-        library: String,
-        /// Error of the dynamic loader.
-        source: libloading::Error,
-    },
-    /// The library does not export a required function.
-    SymbolMissing {
-        /// File name or path of the library.
-        library: String,
-        /// Name of the missing function.
-        symbol: String,
-        /// Error of the dynamic loader.
-        source: libloading::Error,
-    },
-    /// The library is older than 1.17, the release whose structs the module `sys` declares.
-    LibraryTooOld {
-        /// Version of the library, as (major, minor).
-        found: (u32, u32),
-        /// Oldest supported version, as (major, minor).
-        needed: (u32, u32),
+    /// The library cannot be loaded.
+    NotLoaded(hmem::Error),
+    /// The library is older than 1.17.
+    TooOld {
+        /// Major number of the library's version.
+        major: u32,
+        /// Minor number of the library's version.
+        minor: u32,
     },
     /// `fi_getinfo` found no provider of the requested name with the requested properties.
     ProviderMissing {
@@ -117,18 +103,9 @@ pub(crate) enum FabricError {
 impl fmt::Display for FabricError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::LibraryMissing { library, source } => {
-                write!(f, "cannot load {library}: {}", Loader(source))
-            }
-            Self::SymbolMissing { library, symbol, source } => {
-                write!(f, "{library} has no symbol {symbol}: {}", Loader(source))
-            }
-            Self::LibraryTooOld { found, needed } => {
-                write!(
-                    f,
-                    "libfabric {}.{} is too old; install {}.{} or later",
-                    found.0, found.1, needed.0, needed.1
-                )
+            Self::NotLoaded(error) => write!(f, "{error}"),
+            Self::TooOld { major, minor } => {
+                write!(f, "libfabric {major}.{minor} is too old; install 1.17 or later")
             }
             Self::ProviderMissing { provider, code, text } => {
                 write!(
@@ -162,24 +139,10 @@ impl fmt::Display for FabricError {
     }
 }
 
-/// Displays the dynamic loader's own message, which `libloading` stores as the error's source.
-struct Loader<'a>(&'a libloading::Error);
-
-impl fmt::Display for Loader<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match std::error::Error::source(self.0) {
-            Some(source) => write!(f, "{source}"),
-            None => write!(f, "{}", self.0),
-        }
-    }
-}
-
 impl std::error::Error for FabricError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            Self::LibraryMissing { source, .. } | Self::SymbolMissing { source, .. } => {
-                Some(source)
-            }
+            Self::NotLoaded(error) => Some(error),
             _ => None,
         }
     }

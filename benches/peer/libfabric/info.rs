@@ -53,7 +53,7 @@ impl Info {
         // SAFETY: `node` is null or nul-terminated, and the service is null. The library allocated
         // `wanted` with all its attributes. `found` is writable for the head of the list.
         let returned = unsafe {
-            (libfabric.functions.fi_getinfo)(
+            libfabric.functions.fi_getinfo()(
                 sys::API_VERSION,
                 node,
                 ptr::null(),
@@ -79,7 +79,7 @@ impl Info {
     fn hints(libfabric: Libfabric, hints: Hints) -> Result<Self, FabricError> {
         // SAFETY: a null argument makes `fi_dupinfo` allocate an empty `fi_info` with all its
         // attributes.
-        let empty = unsafe { (libfabric.functions.fi_dupinfo)(ptr::null()) };
+        let empty = unsafe { libfabric.functions.fi_dupinfo()(ptr::null()) };
         let wanted = Self::owned(libfabric, "fi_allocinfo", empty)?;
         let name = CString::new(hints.provider).map_err(|_| FabricError::ProviderMissing {
             provider: hints.provider,
@@ -99,7 +99,7 @@ impl Info {
         }
         // SAFETY: `wanted` is complete, and `name` outlives the call. The library copies the name,
         // so that `fi_freeinfo` may free the copy.
-        let copy = unsafe { (libfabric.functions.fi_dupinfo)(wanted.head.as_ptr()) };
+        let copy = unsafe { libfabric.functions.fi_dupinfo()(wanted.head.as_ptr()) };
         // SAFETY: `fi_dupinfo` allocated `head` and `fabric_attr`. The pointer is reset because
         // `fi_freeinfo` must not free the borrowed name.
         unsafe { (*(*wanted.head.as_ptr()).fabric_attr).prov_name = ptr::null_mut() };
@@ -145,7 +145,7 @@ impl Info {
     pub(crate) fn fabric(&self) -> Result<Object<sys::fid_fabric>, FabricError> {
         // SAFETY: `fabric_attr` belongs to the entry, and the call writes `out` if it succeeds.
         Object::open(self.libfabric, "fi_fabric", |out| unsafe {
-            (self.libfabric.functions.fi_fabric)(
+            self.libfabric.functions.fi_fabric()(
                 self.head.as_ref().fabric_attr,
                 out,
                 ptr::null_mut(),
@@ -157,6 +157,6 @@ impl Info {
 impl Drop for Info {
     fn drop(&mut self) {
         // SAFETY: the library allocated the list, which is freed only here.
-        unsafe { (self.libfabric.functions.fi_freeinfo)(self.head.as_ptr()) };
+        unsafe { self.libfabric.functions.fi_freeinfo()(self.head.as_ptr()) };
     }
 }

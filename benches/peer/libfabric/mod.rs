@@ -26,11 +26,9 @@ pub(crate) mod info;
 pub(crate) mod objects;
 pub(crate) mod registration;
 pub(crate) mod shm;
-pub(crate) mod sys;
-
-use std::ffi::{CStr, c_void};
 
 pub(crate) use error::FabricError;
+pub(crate) use hmem::libfabric::sys;
 pub(crate) use registration::{KeyOrder, RegistrationPeer, RegistrationProvider};
 pub(crate) use shm::{ShmWritePath, ShmWritePeer};
 
@@ -41,58 +39,26 @@ pub(crate) struct Libfabric {
 }
 
 impl Libfabric {
-    /// Loads `libfabric.so.1` with the dynamic loader's search path.
+    /// Loads libfabric: the library in `HMEM_LIBFABRIC_LIBRARY`, or the one that the dynamic loader
+    /// finds.
     ///
     /// # Errors
     ///
-    /// The errors of [`Self::load_from`].
+    /// [`FabricError::NotLoaded`] if there is no libfabric of release 1.17 or newer.
     pub(crate) fn load() -> Result<Self, FabricError> {
-        Self::load_from(sys::LIBRARY_NAME)
-    }
-
-    /// Loads libfabric from a path, or from a file name that the dynamic loader searches for.
-    ///
-    /// # Errors
-    ///
-    /// - [`FabricError::LibraryMissing`] if the library cannot be loaded.
-    /// - [`FabricError::SymbolMissing`] if the file is not libfabric.
-    /// - [`FabricError::LibraryTooOld`] if the release is older than 1.17.
-    pub(crate) fn load_from(name: &str) -> Result<Self, FabricError> {
-        // SAFETY: the caller names a libfabric. Its initialisers only register its providers, and
-        // have no precondition.
-        let library = unsafe { libloading::Library::new(name) }
-            .map_err(|source| FabricError::LibraryMissing { library: name.to_owned(), source })?;
-        let lookup = |symbol: &'static CStr| {
-            // SAFETY: only the symbol's address is copied here. `Functions::from_lookup` gives it
-            // the type that libfabric's header declares.
-            let address = unsafe { library.get::<*const c_void>(symbol) };
-            address.map(|address| *address).map_err(|source| FabricError::SymbolMissing {
-                library: name.to_owned(),
-                symbol: symbol.to_string_lossy().into_owned(),
-                source,
-            })
-        };
-        // SAFETY: each address is that of the library's function of that name. The library is never
-        // unloaded.
-        let functions = unsafe { sys::Functions::from_lookup(lookup) }?;
-        // The `shm` provider's signal handlers must stay loaded.
-        std::mem::forget(library);
-
-        // SAFETY: `fi_version` has no arguments and no precondition.
-        let found = unsafe { (functions.fi_version)() };
-        if found < sys::API_VERSION {
-            return Err(FabricError::LibraryTooOld {
-                found: unpack_version(found),
-                needed: unpack_version(sys::API_VERSION),
-            });
+        let functions = sys::Functions::find().map_err(FabricError::NotLoaded)?;
+        let this = Self { functions: Box::leak(Box::new(functions)) };
+        if this.version() < (1, 17) {
+            let (major, minor) = this.version();
+            return Err(FabricError::TooOld { major, minor });
         }
-        Ok(Self { functions: Box::leak(Box::new(functions)) })
+        Ok(this)
     }
 
     /// Returns the version of the library, as (major, minor).
     pub(crate) fn version(self) -> (u32, u32) {
         // SAFETY: `fi_version` has no arguments and no precondition.
-        unpack_version(unsafe { (self.functions.fi_version)() })
+        unpack_version(unsafe { self.functions.fi_version()() })
     }
 }
 

@@ -18,7 +18,7 @@ impl Libfabric {
     /// Returns libfabric's description of an error number.
     pub(crate) fn text(self, code: FabricErrno) -> String {
         // SAFETY: `fi_strerror` accepts any number.
-        let text = unsafe { (self.functions.fi_strerror)(code.0) };
+        let text = unsafe { self.functions.fi_strerror()(code.0) };
         if text.is_null() {
             return String::new();
         }
@@ -206,13 +206,8 @@ impl Object<sys::fid_domain> {
             mr_iov: &raw const range,
             iov_count: 1,
             access,
-            offset: 0,
             requested_key,
-            context: ptr::null_mut(),
-            auth_key_size: 0,
-            auth_key: ptr::null_mut(),
-            iface: sys::FI_HMEM_SYSTEM,
-            device: 0,
+            ..sys::fi_mr_attr::EMPTY
         };
         // SAFETY: the domain is open, so its table is valid.
         let regattr = required("fi_mr_regattr", unsafe { (*(*self.raw.as_ptr()).mr).regattr })?;

@@ -1,0 +1,76 @@
+//! Translation of libfabric's error numbers to kinds and remedies.
+
+use std::ffi::c_int;
+
+use hmem_core::{Errno, Error, ErrorKind};
+
+use super::sys::{FI_EBADFLAGS, FI_EDOMAIN, FI_ENOKEY, FI_ENOMR, FI_EOPBADSTATE};
+
+const EKEYREJECTED: c_int = 129;
+
+/// Returns the error of the libfabric call `operation`, which returned a negated error number.
+/// `nic` names the domain.
+pub(super) fn call(nic: impl ToString, operation: &'static str, returned: c_int) -> Error {
+    let errno = Errno(returned.saturating_neg());
+    Error::new(kind(errno), operation).errno(errno).provider(nic.to_string())
+}
+
+/// Numbers below 256 are those of the operating system.
+fn kind(errno: Errno) -> ErrorKind {
+    match errno.0 {
+        EKEYREJECTED => ErrorKind::KeyRejected,
+        FI_EOPBADSTATE => ErrorKind::BadState,
+        FI_EBADFLAGS => ErrorKind::BadFlags,
+        FI_EDOMAIN => ErrorKind::InvalidArgument,
+        FI_ENOKEY => ErrorKind::NoKey,
+        FI_ENOMR => ErrorKind::OutOfResources,
+        _ => errno.kind(),
+    }
+}
+
+/// Adds the remedy to an error of `fi_mr_regattr`. `device_memory` is true for memory of a device.
+pub(super) fn registration(error: Error, device_memory: bool) -> Error {
+    match error.kind() {
+        ErrorKind::NoKey => {
+            error.remedy("request another key: a region of the domain has this one")
+        }
+        ErrorKind::KeyRejected => error.remedy("request a key that the provider accepts"),
+        ErrorKind::OutOfResources | ErrorKind::PermissionDenied => error.remedy(
+            "close regions, or raise the locked-memory limit (ulimit -l, LimitMEMLOCK= in systemd)",
+        ),
+        ErrorKind::BadAddress => error.remedy(
+            "map the whole range, with write permission if the NIC is to write, before \
+             registering it",
+        ),
+        ErrorKind::NoSys | ErrorKind::Unsupported if device_memory => error.remedy(
+            "use a libfabric that was built for this kind of memory, or a provider that imports \
+             dma-bufs: this one does neither",
+        ),
+        ErrorKind::InvalidArgument => error
+            .remedy("check the range, the rights and the key: the provider refused one of them"),
+        _ => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_above_those_of_the_system_have_kinds() {
+        for (number, expected) in [
+            (14, ErrorKind::BadAddress),
+            (129, ErrorKind::KeyRejected),
+            (258, ErrorKind::BadState),
+            (260, ErrorKind::BadFlags),
+            (262, ErrorKind::InvalidArgument),
+            (266, ErrorKind::NoKey),
+            (270, ErrorKind::OutOfResources),
+            (256, ErrorKind::Driver),
+        ] {
+            let error = call("libfabric/tcp:lo", "fi_mr_regattr", -number);
+            assert_eq!((error.kind(), error.os_errno()), (expected, Some(Errno(number))));
+        }
+        assert_eq!(call("libfabric/tcp:lo", "fi_close", c_int::MIN).kind(), ErrorKind::Driver);
+    }
+}

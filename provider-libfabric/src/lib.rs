@@ -1,0 +1,80 @@
+//! Provider for libfabric, which is loaded at run time: nothing is linked, and nothing needs to be
+//! installed.
+//!
+//! A program that has opened a `fid_domain` itself passes it to [`Builder::with_domain`]. The
+//! provider then registers memory in that domain, and [`FabricMr`] has the descriptor and the key
+//! of a region for the program's own requests. The provider opens no endpoint.
+//!
+//! ```
+//! use hmem_provider_libfabric::{Libfabric, sys};
+//!
+//! // SAFETY: null pointers are refused.
+//! let refused = unsafe {
+//!     let (domain, info) = (std::ptr::null_mut(), std::ptr::null());
+//!     Libfabric::builder().with_domain(domain, info, sys::version(1, 17), ())
+//! };
+//! // Without libfabric the error says so. With libfabric it says which argument is wrong.
+//! let error = refused.expect_err("null pointers");
+//! assert!(error.remedy_text().is_some(), "{error}");
+//! ```
+//!
+//! # Types to know
+//!
+//! - [`Libfabric`], which [`Builder`] creates: the provider.
+//! - [`FabricDomain`]: the domain, and its lock for programs that open it without `FI_THREAD_SAFE`.
+//! - [`FabricMr`]: keys and descriptors for requests of other code.
+//! - [`Settings`]: the endpoint of one region.
+//!
+//! # Translation
+//!
+//! | hmem | libfabric |
+//! |---|---|
+//! | [`Access`](hmem_core::Access) | the access bits, which have equal values |
+//! | REMOTE_RMA_WRITE | REMOTE_WRITE if the domain has no `FI_ATOMIC`; otherwise Unsupported |
+//! | REMOTE_ATOMIC | Unsupported unless the request also has a right to write |
+//! | region of several ranges | one `fid_mr` for each range |
+//! | requested key | `requested_key`; a random number if the request names none |
+//! | authorization key | `auth_key`; Unsupported if the domain has none |
+//! | dma-buf | `FI_MR_DMABUF` (since API version 1.20) |
+//! | peer memory | `iface` and `device` |
+//! | ENDPOINT mode | the provider binds and enables each region |
+//!
+//! The mode bits other than ENDPOINT are those of the application: it offers them in
+//! [`DomainAttr::mr_mode`](hmem_core::DomainAttr::mr_mode).
+//!
+//! # Layers
+//!
+//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//!
+//! - `sys`: functions and layouts of libfabric
+//! - `errors`, `own_cache`: error numbers; libfabric's own registration cache
+//! - `library`
+//! - `attr`, `settings`
+//! - `region`
+//! - `domain`
+//! - `mr`
+//! - `provider`
+//!
+//! # Limits
+//!
+//! - The provider opens no domain and no endpoint itself, and stages no memory.
+//! - Regions have no memory windows, no refresh and no sub-regions.
+//! - A region of several ranges cannot have a requested key.
+
+#![deny(unsafe_code)]
+
+mod attr;
+mod domain;
+mod errors;
+mod library;
+mod mr;
+mod own_cache;
+mod provider;
+mod region;
+mod settings;
+pub mod sys;
+
+pub use domain::{DomainGuard, FabricDomain};
+pub use mr::FabricMr;
+pub use provider::{Builder, Libfabric};
+pub use settings::Settings;
