@@ -8,11 +8,12 @@
 //! 4. [Transfers and completions](transfers)
 //! 5. [The registration cache](cache)
 //! 6. [Your own protection domain](own_protection_domain)
-//! 7. [Windows and grants](windows_and_grants)
-//! 8. [Errors and explain](errors)
-//! 9. [Testing without hardware](testing)
-//! 10. [Containers](containers)
-//! 11. [Porting from libibverbs and libfabric](porting)
+//! 7. [Your own libfabric domain](own_fabric_domain)
+//! 8. [Windows and grants](windows_and_grants)
+//! 9. [Errors and explain](errors)
+//! 10. [Testing without hardware](testing)
+//! 11. [Containers](containers)
+//! 12. [Porting from libibverbs and libfabric](porting)
 
 // The names to which the pages link.
 #[cfg(doc)]
@@ -39,6 +40,9 @@ pub mod cache {}
 
 #[doc = include_str!("own_protection_domain.md")]
 pub mod own_protection_domain {}
+
+#[doc = include_str!("own_fabric_domain.md")]
+pub mod own_fabric_domain {}
 
 #[doc = include_str!("windows_and_grants.md")]
 pub mod windows_and_grants {}
