@@ -130,7 +130,8 @@ impl Builder {
     /// - `domain` is null, or an open `fid_domain` of the same copy of libfabric that this provider
     ///   loads (or was given). It stays open at least until `keep` is dropped.
     /// - `info` is null, or the `fi_info` with which the domain was opened, and valid during the
-    ///   call. The provider cannot tell the `fi_info` of another domain: a `fid_domain` has no name.
+    ///   call. The provider cannot detect the `fi_info` of another domain, because a `fid_domain`
+    ///   has no name.
     /// - Unless the domain was opened with `FI_THREAD_SAFE`, the program holds
     ///   [`FabricDomain::lock`] around each of its own calls of the domain and its objects that may
     ///   run at the same time as a call of this library.

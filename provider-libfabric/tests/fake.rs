@@ -26,7 +26,7 @@ use hmem_core::{
     registration::RegisteredMemory,
 };
 use hmem_iface_system::{Simulated, System};
-use hmem_p2p::path::DefaultPathSelector;
+use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
 use hmem_provider_libfabric::{Builder, FabricMr, Libfabric, Settings, sys};
 
 /// One call of the fake library.
@@ -605,5 +605,16 @@ fn cache_of_libfabric_is_named_in_the_attributes_and_decisions() -> Result<()> {
     let domain = fake.open(Libfabric::builder().libfabric_cache(true));
     let region = domain.register(buffer(), Access::REMOTE_READ)?;
     assert!(region.decision()?.reason.contains("is in force"), "{}", region.decision()?);
+
+    // `hmem explain` prints the reason of an explanation.
+    let mut registry = Registry::new();
+    registry.add(Arc::new(System::new()))?;
+    let explain = |provider| {
+        let request = ExplainRequest::new(IfaceKind::SYSTEM);
+        DefaultPathSelector::new().explain(&Arc::new(registry), provider, &request)
+    };
+    let with = fake.provider(Libfabric::builder().libfabric_cache(true));
+    let reason = explain(&with)?.reason;
+    assert!(reason.contains("libfabric's cache of the provider cxi"), "{reason}");
     Ok(())
 }
