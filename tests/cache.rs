@@ -1,7 +1,9 @@
-//! The registration cache of a domain, over host memory and a simulated device, on the software NIC
-//! that keeps pinned pages.
+//! The registration cache of a domain, over host memory and a simulated device, on the software
+//! NIC.
 
 mod child;
+mod machine;
+mod trials;
 
 use std::{
     env, ptr,
@@ -14,7 +16,7 @@ use hmem::{
     Raw, Result,
     cache::UncachedReason,
     iface::AllocRequest,
-    loopback::{Loopback, RemapPolicy},
+    loopback::Loopback,
     monitor::InvalidationCause,
     provider::{CompletionQueue, EndpointAttr},
     system::{
@@ -24,6 +26,33 @@ use hmem::{
     transfer::RemoteSegment,
 };
 use rustix::param::page_size;
+use trials::{Outcome, skip, trials};
+
+trials! {
+    /// MR-07
+    memhooks_leave_no_stale_hit_at_a_reused_address,
+    /// MR-07
+    unreported_frees_give_stale_hits,
+    /// MON-07
+    reallocated_device_memory_is_never_a_hit,
+    /// CACHE-02
+    each_allocation_and_device_has_its_own_cache_entry,
+    /// CACHE-01
+    lookup_handle_hits_cached_ranges_and_registers_others,
+    /// MON-09
+    monitors_of_different_ifaces_start_and_fail_independently,
+    /// CACHE-04
+    disabled_monitor_turns_every_cache_off,
+    /// MON-08
+    each_subscription_of_a_cached_region_is_undone,
+    /// CACHE-10
+    cache_entries_name_their_path_and_close_with_the_domain,
+    domain_without_cache_and_endpoint_mode_refuse_the_cache,
+    /// CACHE-12
+    builder_overrides_variables_and_bad_variables_are_refused,
+    /// CACHE-12
+    kdreg2_counts_as_auto,
+}
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
@@ -40,7 +69,7 @@ fn range(start: usize, len: usize) -> AddressRange {
     AddressRange::new(Address(start as u64), len as u64).expect("no wrap")
 }
 
-/// A domain with a cache on a NIC that keeps pinned pages, and a peer that reads its memory.
+/// A domain with a cache, and a peer that reads its memory.
 struct Net {
     target: Domain,
     initiator: Domain,
@@ -88,7 +117,7 @@ impl Net {
 }
 
 fn loopback() -> Loopback {
-    Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a software NIC")
+    Loopback::builder().remap_policy(machine::pages()).build().expect("a software NIC")
 }
 
 fn simulated(style: FreeDetection) -> Arc<Simulated> {
@@ -167,25 +196,24 @@ impl ImportCallbacks for Silent {
     }
 }
 
-/// MR-07
-#[test]
-fn memhooks_leave_no_stale_hit_at_a_reused_address() {
-    let name = "memhooks_leave_no_stale_hit_at_a_reused_address";
-    if !child::alone(name, &[]) {
-        return;
+fn memhooks_leave_no_stale_hit_at_a_reused_address() -> Outcome {
+    skip(machine::without_pinned_pages())?;
+    if !child::alone("memhooks_leave_no_stale_hit_at_a_reused_address", &[]) {
+        return Ok(());
     }
     let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::MemHooks);
     let hmem = builder.provider(loopback()).build().expect("memhooks work here");
     assert_eq!(stale_reads(&hmem, 10_000), 0);
+    Ok(())
 }
 
-/// MR-07
-#[test]
-fn unreported_frees_give_stale_hits() {
+fn unreported_frees_give_stale_hits() -> Outcome {
+    skip(machine::without_pinned_pages())?;
     let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.provider(loopback()).build().expect("the ifaces start");
     assert_eq!(stale_reads(&hmem, 50), 49, "the rounds do not notice a stale registration");
+    Ok(())
 }
 
 /// Returns settings that cache device memory alone.
@@ -193,8 +221,6 @@ fn without_host() -> CacheAttr {
     CacheAttr::default().without_monitors([IfaceKind::SYSTEM])
 }
 
-/// MON-07
-#[test]
 fn reallocated_device_memory_is_never_a_hit() {
     for style in [FreeDetection::Identity, FreeDetection::Callback] {
         let device = simulated(style);
@@ -238,8 +264,6 @@ fn reallocated_device_memory_is_never_a_hit() {
     }
 }
 
-/// CACHE-02
-#[test]
 fn each_allocation_and_device_has_its_own_cache_entry() {
     let device = simulated(FreeDetection::Identity);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
@@ -297,8 +321,6 @@ fn each_allocation_and_device_has_its_own_cache_entry() {
     assert_eq!(net.target.live().regions, 0);
 }
 
-/// CACHE-01
-#[test]
 fn lookup_handle_hits_cached_ranges_and_registers_others() {
     let device = simulated(FreeDetection::Callback);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
@@ -340,8 +362,6 @@ fn lookup_handle_hits_cached_ranges_and_registers_others() {
     assert_eq!(cache.statistics().entries, 1);
 }
 
-/// MON-09
-#[test]
 fn monitors_of_different_ifaces_start_and_fail_independently() {
     let device = simulated(FreeDetection::Callback);
     let request = AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
@@ -388,11 +408,8 @@ fn monitors_of_different_ifaces_start_and_fail_independently() {
     unmap(host, page_size());
 }
 
-/// CACHE-04
-///
 /// The builder's monitor and the variable turn the caches of all domains off, also for device
 /// memory and for a domain that sets its own limit.
-#[test]
 fn disabled_monitor_turns_every_cache_off() {
     const VARIABLE: &str = "FI_MR_CACHE_MONITOR";
     let name = "disabled_monitor_turns_every_cache_off";
@@ -435,8 +452,6 @@ fn disabled_monitor_turns_every_cache_off() {
     unmap(host, page_size());
 }
 
-/// MON-08
-#[test]
 fn each_subscription_of_a_cached_region_is_undone() {
     let watcher = Arc::new(Silent::default());
     let monitor = ImportMonitor::new(Arc::clone(&watcher) as _).expect("a monitor");
@@ -458,8 +473,6 @@ fn each_subscription_of_a_cached_region_is_undone() {
     unmap(at, 16 * page_size());
 }
 
-/// CACHE-10
-#[test]
 fn cache_entries_name_their_path_and_close_with_the_domain() {
     let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
     let device = simulated(FreeDetection::Callback);
@@ -500,7 +513,6 @@ impl WithBoth for hmem::Builder {
     }
 }
 
-#[test]
 fn domain_without_cache_and_endpoint_mode_refuse_the_cache() {
     let loopback = Loopback::builder().needs(MrMode::ENDPOINT).build().expect("a software NIC");
     let hmem = Hmem::builder().without_vendor_ifaces().provider(loopback).build().expect("started");
@@ -513,8 +525,6 @@ fn domain_without_cache_and_endpoint_mode_refuse_the_cache() {
     assert_eq!(with.cache().unwrap_err().kind(), ErrorKind::Unsupported);
 }
 
-/// CACHE-12
-#[test]
 fn builder_overrides_variables_and_bad_variables_are_refused() {
     let name = "builder_overrides_variables_and_bad_variables_are_refused";
     let variables = [
@@ -598,10 +608,7 @@ fn builder_overrides_variables_and_bad_variables_are_refused() {
     assert!(matches!(long.lease().uncached_reason(), Some(UncachedReason::TooLong)));
 }
 
-/// CACHE-12
-///
 /// The value is one of libfabric 2.x, which names a kernel module.
-#[test]
 fn kdreg2_counts_as_auto() {
     if !child::alone("kdreg2_counts_as_auto", &[("FI_MR_CACHE_MONITOR", "KDREG2")]) {
         return;

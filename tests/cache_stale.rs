@@ -8,7 +8,9 @@
 //! names, if it is set.
 
 mod child;
+mod machine;
 mod silent;
+mod trials;
 
 use std::{
     env, ptr,
@@ -29,6 +31,26 @@ use hmem::{
     transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 use silent::Silent;
+use trials::{Outcome, skip, trials};
+
+trials! {
+    /// CACHE-11
+    code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache,
+    /// MR-07
+    without_a_monitor_every_cause_leaves_stale_hits,
+    /// CACHE-11
+    memhooks_leave_no_stale_hit_even_for_a_second_thread,
+    /// CACHE-11
+    userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps,
+    /// CACHE-11
+    memhooks_with_userfaultfd_leave_no_stale_hit,
+    /// CACHE-11
+    slow_memhooks_leave_no_stale_hit_in_a_million_rounds,
+    /// CACHE-11
+    slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds,
+    /// CACHE-11
+    slow_layered_monitors_leave_no_stale_hit_in_a_million_rounds,
+}
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 /// The mr_mode bits that RDMA devices require.
@@ -186,17 +208,18 @@ enum Nic {
     Device(String),
 }
 
-/// Returns the NICs to test: the software NIC, unless `HMEM_TEST_CONFIG` is `verbs`, and the device
-/// that `HMEM_VERBS_DEVICE` names, if any. Panics if there is none.
+/// Returns the NICs to test: the software NIC, unless `HMEM_TEST_CONFIG` is `verbs` or this process
+/// cannot pin pages, and the device that `HMEM_VERBS_DEVICE` names, if any.
+///
+/// # Panics
+/// Panics if `HMEM_TEST_CONFIG` is `verbs` and no device is named.
 fn nics() -> Vec<Nic> {
     let device =
         env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty()).map(Nic::Device);
-    let software = env::var("HMEM_TEST_CONFIG")
-        .map_or(true, |configs| configs != "verbs")
-        .then_some(Nic::Pinned);
-    let nics: Vec<_> = software.into_iter().chain(device).collect();
-    assert!(!nics.is_empty(), "HMEM_TEST_CONFIG=verbs needs HMEM_VERBS_DEVICE");
-    nics
+    let device_only = env::var("HMEM_TEST_CONFIG").is_ok_and(|configs| configs == "verbs");
+    assert!(!device_only || device.is_some(), "HMEM_TEST_CONFIG=verbs needs HMEM_VERBS_DEVICE");
+    let pins = !device_only && machine::without_pinned_pages().is_none();
+    pins.then_some(Nic::Pinned).into_iter().chain(device).collect()
 }
 
 impl Nic {
@@ -419,11 +442,23 @@ fn assert_stale(monitor: &Arc<dyn Monitor>, causes: &[Replacement]) {
 }
 
 /// Runs `body` as the only test of a process, because patched functions and reused addresses belong
-/// to the process.
-fn alone(name: &str, body: impl FnOnce()) {
+/// to the process. Does not run it if `needs` is a skip.
+fn alone(name: &str, needs: Outcome, body: impl FnOnce()) -> Outcome {
+    needs?;
     if child::alone(name, &[]) {
         body();
     }
+    Ok(())
+}
+
+/// Returns a skip if there is no NIC to test.
+fn a_nic() -> Outcome {
+    if nics().is_empty() { skip(machine::without_pinned_pages()) } else { Ok(()) }
+}
+
+/// Returns a skip if there is no NIC to test, or no userfaultfd.
+fn a_nic_and_userfaultfd() -> Outcome {
+    a_nic().and(skip(machine::without_userfaultfd()))
 }
 
 fn memhooks(rounds: Option<u64>) {
@@ -471,11 +506,10 @@ impl Invalidator for Indifferent {
     fn open_gate(&self, _: GateToken) {}
 }
 
-/// CACHE-11
-#[test]
-fn code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache() {
+fn code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache() -> Outcome {
+    let needs = skip(machine::without_pinned_pages()).and(skip(machine::without_userfaultfd()));
     let name = "code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache";
-    alone(name, || {
+    alone(name, needs, || {
         let start = || -> Arc<dyn Monitor> {
             let hooks = MemHooks::start().expect("memhooks work here");
             Layered::new(hooks, UserFaultFd::start().expect("userfaultfd works here"))
@@ -504,13 +538,11 @@ fn code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache() {
         assert_eq!(net.pulled(range(at)), 2, "a registration of the unmapped page");
         unmap(at);
         unmap(elsewhere);
-    });
+    })
 }
 
-/// MR-07
-#[test]
-fn without_a_monitor_every_cause_leaves_stale_hits() {
-    alone("without_a_monitor_every_cause_leaves_stale_hits", || {
+fn without_a_monitor_every_cause_leaves_stale_hits() -> Outcome {
+    alone("without_a_monitor_every_cause_leaves_stale_hits", a_nic(), || {
         let silent: Arc<dyn Monitor> = ImportMonitor::new(Arc::new(Silent)).expect("a monitor");
         assert_stale(&silent, &HOOKED);
         assert_stale(&silent, &SEGMENTS);
@@ -518,46 +550,43 @@ fn without_a_monitor_every_cause_leaves_stale_hits() {
         // memhooks miss raw system calls.
         let hooks: Arc<dyn Monitor> = MemHooks::start().expect("memhooks work here");
         assert_stale(&hooks, &RAW);
-    });
+    })
 }
 
-/// CACHE-11
-#[test]
-fn memhooks_leave_no_stale_hit_even_for_a_second_thread() {
-    alone("memhooks_leave_no_stale_hit_even_for_a_second_thread", || memhooks(None));
+fn memhooks_leave_no_stale_hit_even_for_a_second_thread() -> Outcome {
+    alone("memhooks_leave_no_stale_hit_even_for_a_second_thread", a_nic(), || memhooks(None))
 }
 
-/// CACHE-11
-#[test]
-fn userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps() {
-    alone("userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps", || userfaultfd(None));
+fn userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps() -> Outcome {
+    alone(
+        "userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps",
+        a_nic_and_userfaultfd(),
+        || userfaultfd(None),
+    )
 }
 
-/// CACHE-11
-#[test]
-fn memhooks_with_userfaultfd_leave_no_stale_hit() {
-    alone("memhooks_with_userfaultfd_leave_no_stale_hit", || both(None));
+fn memhooks_with_userfaultfd_leave_no_stale_hit() -> Outcome {
+    alone("memhooks_with_userfaultfd_leave_no_stale_hit", a_nic_and_userfaultfd(), || both(None))
 }
 
 const MILLION: Option<u64> = Some(1_000_000);
 
-/// CACHE-11
-#[test]
-#[ignore = "the slow tier"]
-fn slow_memhooks_leave_no_stale_hit_in_a_million_rounds() {
-    alone("slow_memhooks_leave_no_stale_hit_in_a_million_rounds", || memhooks(MILLION));
+fn slow_memhooks_leave_no_stale_hit_in_a_million_rounds() -> Outcome {
+    alone("slow_memhooks_leave_no_stale_hit_in_a_million_rounds", a_nic(), || memhooks(MILLION))
 }
 
-/// CACHE-11
-#[test]
-#[ignore = "the slow tier"]
-fn slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds() {
-    alone("slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds", || userfaultfd(MILLION));
+fn slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds() -> Outcome {
+    alone(
+        "slow_userfaultfd_leaves_no_stale_hit_in_a_million_rounds",
+        a_nic_and_userfaultfd(),
+        || userfaultfd(MILLION),
+    )
 }
 
-/// CACHE-11
-#[test]
-#[ignore = "the slow tier"]
-fn slow_layered_monitors_leave_no_stale_hit_in_a_million_rounds() {
-    alone("slow_layered_monitors_leave_no_stale_hit_in_a_million_rounds", || both(MILLION));
+fn slow_layered_monitors_leave_no_stale_hit_in_a_million_rounds() -> Outcome {
+    alone(
+        "slow_layered_monitors_leave_no_stale_hit_in_a_million_rounds",
+        a_nic_and_userfaultfd(),
+        || both(MILLION),
+    )
 }

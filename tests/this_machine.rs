@@ -4,8 +4,7 @@
 mod machine;
 mod trials;
 
-use hmem::system::monitor::HostMonitorKind;
-use trials::{Outcome, Skipped, trials};
+use trials::{Outcome, skip, trials};
 
 trials! {
     /// REL-05
@@ -20,14 +19,13 @@ trials! {
     dma_bufs_can_be_made,
 }
 
-/// Returns an outcome: ignored if there is a reason.
 fn needs(missing: Option<String>, left_out: &str) -> Outcome {
-    missing.map_or(Ok(()), |reason| Err(Skipped(format!("{reason}; left out: {left_out}"))))
+    skip(missing.map(|reason| format!("{reason}; left out: {left_out}")))
 }
 
 fn pages_can_be_pinned() -> Outcome {
     let reason = machine::without_pinned_pages().map(str::to_owned);
-    needs(reason, "configurations of behaviours in which the software NIC pins pages")
+    needs(reason, "configurations of behaviours, and of other tests, in which the NIC pins pages")
 }
 
 fn mib_64_can_be_locked() -> Outcome {
@@ -37,11 +35,7 @@ fn mib_64_can_be_locked() -> Outcome {
 }
 
 fn userfaultfd_can_be_used() -> Outcome {
-    let hmem = hmem::Hmem::builder()
-        .without_vendor_ifaces()
-        .cache_monitor(HostMonitorKind::UserFaultFd)
-        .build();
-    needs(hmem.err().map(|error| error.to_string()), "tests of the monitor userfaultfd")
+    needs(machine::without_userfaultfd(), "tests of the monitor userfaultfd")
 }
 
 fn huge_pages_are_reserved() -> Outcome {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use hmem::{
     Access, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, MrMode, RemoteKey, Result,
     cache::CacheStatistics,
-    loopback::{Builder, Loopback, RemapPolicy},
+    loopback::{Builder, Loopback},
     provider::{CompletionQueue, EndpointAttr},
     system::monitor::ImportMonitor,
     transfer::{Completion, LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
@@ -13,7 +13,7 @@ use hmem::{
 
 use rustix::param::page_size;
 
-use crate::silent::Silent;
+use crate::{machine, silent::Silent};
 
 /// A domain with a cache on a NIC that needs descriptors, and a peer (`far`) with a region to write
 /// to.
@@ -125,7 +125,7 @@ impl Net {
 }
 
 pub(crate) fn nic() -> Builder {
-    Loopback::builder().remap_policy(RemapPolicy::Pinned).needs(MrMode::LOCAL)
+    Loopback::builder().remap_policy(machine::pages()).needs(MrMode::LOCAL)
 }
 
 /// Returns an `Hmem` with this NIC and an imported monitor, which the test notifies of changes.

@@ -2,12 +2,14 @@
 //!
 //! `tests/this_machine.rs` reports each of these as ignored where the machine lacks it, so that a
 //! run that shows less says so.
+#![allow(dead_code)] // Each test binary uses a part.
 
 use std::{fs, sync::OnceLock};
 
 use hmem::{
     DomainAttr, Hmem,
     loopback::{Loopback, RemapPolicy},
+    system::monitor::HostMonitorKind,
 };
 
 /// Returns the reason why the software NIC cannot pin pages in this process, or `None` if it can.
@@ -23,6 +25,18 @@ pub(crate) fn without_pinned_pages() -> Option<&'static str> {
         hmem.domain("loopback", DomainAttr::default()).err().map(|error| error.to_string())
     });
     reason.as_deref()
+}
+
+/// Returns the policy for tests that hold with both: pinned pages, where the software NIC can pin.
+pub(crate) fn pages() -> RemapPolicy {
+    without_pinned_pages().map_or(RemapPolicy::Pinned, |_| RemapPolicy::Follow)
+}
+
+/// Returns the reason why this process cannot use userfaultfd, or `None` if it can.
+pub(crate) fn without_userfaultfd() -> Option<String> {
+    let builder = Hmem::builder().without_vendor_ifaces();
+    let hmem = builder.cache_monitor(HostMonitorKind::UserFaultFd).build();
+    hmem.err().map(|error| error.to_string())
 }
 
 /// Returns how many bytes this process may lock: `u64::MAX` with `CAP_IPC_LOCK`.

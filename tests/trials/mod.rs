@@ -15,16 +15,41 @@ pub(crate) struct Skipped(pub(crate) String);
 /// Result of a test that passed or was skipped. A failed test panics.
 pub(crate) type Outcome = Result<(), Skipped>;
 
+/// Returns an outcome: skipped if there is a reason.
+#[allow(dead_code, reason = "a part of the test binaries uses it")]
+pub(crate) fn skip(reason: Option<impl Into<String>>) -> Outcome {
+    reason.map_or(Ok(()), |reason| Err(Skipped(reason.into())))
+}
+
+/// Return type of a test function: an outcome, or nothing if the test is never skipped.
+pub(crate) trait Ended {
+    fn outcome(self) -> Outcome;
+}
+
+impl Ended for () {
+    fn outcome(self) -> Outcome {
+        Ok(())
+    }
+}
+
+impl Ended for Outcome {
+    fn outcome(self) -> Outcome {
+        self
+    }
+}
+
 /// Name and function of a test.
 pub(crate) type Test = (&'static str, fn() -> Outcome);
 
-/// Runs the tests with the command-line arguments of a test binary.
+/// Runs the tests with the command-line arguments of a test binary. Tests whose names begin with
+/// `slow_` are of the slow tier, which needs `--ignored`.
 pub(crate) fn run(tests: &[Test]) -> ExitCode {
     let trial = |&(name, test): &Test| {
         Trial::ignorable_test(name, move || match test() {
             Ok(()) => Ok(Completion::Completed),
             Err(Skipped(reason)) => Ok(Completion::ignored_with(reason)),
         })
+        .with_ignored_flag(name.starts_with("slow_"))
     };
     let trials = tests.iter().map(trial).collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
@@ -35,11 +60,14 @@ pub(crate) fn run(tests: &[Test]) -> ExitCode {
 /// list of tests instead, for a binary with a `main` of its own.
 macro_rules! trials {
     (const $tests:ident; $($(#[doc = $doc:expr])* $name:ident,)+) => {
-        const $tests: &[$crate::trials::Test] = &[$((stringify!($name), $name),)+];
+        const $tests: &[$crate::trials::Test] = &[$(
+            (stringify!($name), || $crate::trials::Ended::outcome($name()))
+        ),+];
     };
     ($($(#[doc = $doc:expr])* $name:ident,)+) => {
         fn main() -> std::process::ExitCode {
-            $crate::trials::run(&[$((stringify!($name), $name),)+])
+            $crate::trials::trials! { const TESTS; $($(#[doc = $doc])* $name,)+ }
+            $crate::trials::run(TESTS)
         }
     };
 }
