@@ -12,7 +12,7 @@ use hmem::{
     Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr,
     Hmem, Iface, IfaceExt, IfaceKind,
     iface::AllocRequest,
-    loopback::{Loopback, RemapPolicy},
+    loopback::Loopback,
     neuron::{self, Neuron},
     path::Path,
     synapseai::{self, SynapseAi},
@@ -51,7 +51,7 @@ fn with_each(test: impl Fn(&Fake, &Wire, &Arc<dyn Iface>)) {
             IfaceKind::NEURON => Arc::new(neuron(&fake)),
             _ => Arc::new(gaudi(&fake)),
         };
-        let nic = Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a NIC");
+        let nic = Loopback::builder().build().expect("a NIC");
         let builder = Hmem::builder().without_vendor_ifaces();
         let hmem = builder.shared_iface(Arc::clone(&iface)).provider(nic).build().expect("start");
         let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
@@ -65,7 +65,7 @@ fn request() -> AllocRequest {
 
 /// CACHE-02, MON-07
 ///
-/// The fake reuses the address of freed memory at once. The NIC keeps the pages of a registration.
+/// The fake reuses the address of freed memory at once. A dma-buf keeps its pages.
 /// A stale hit would read bytes of freed memory.
 #[test]
 fn reused_address_is_never_a_hit() {
@@ -113,7 +113,7 @@ fn withdrawn_memory_loses_its_cached_registrations() {
             std::mem::transmute::<*const (), Free>(symbol("synDeviceFree")),
         )
     };
-    let nic = Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a NIC");
+    let nic = Loopback::builder().build().expect("a NIC");
     let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&gaudi) as _);
     let hmem = hmem.provider(nic).build().expect("start");
     let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
@@ -151,7 +151,7 @@ fn disabled_monitor_leaves_the_other_ifaces_cached() {
     let mut builder = Hmem::builder()
         .without_vendor_ifaces()
         .cache(CacheAttr::default().without_monitors([IfaceKind::NEURON]))
-        .provider(Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("a NIC"));
+        .provider(Loopback::builder().build().expect("a NIC"));
     for iface in &ifaces {
         builder = builder.shared_iface(Arc::clone(iface));
     }

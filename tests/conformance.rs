@@ -5,7 +5,8 @@
 use std::{process::ExitCode, sync::Arc};
 
 use hmem::{
-    Address, Allocation, AllocationKind, Error, Iface, IfaceExt, IfaceKind, MrMode, Result,
+    Address, Allocation, AllocationKind, Error, ErrorKind, Iface, IfaceExt, IfaceKind, MrMode,
+    Result,
     iface::{
         AllocRequest, Allocator, Device, DmaBufExporter, Facet, Ipc, MonitorSource, SegmentMap,
     },
@@ -14,6 +15,7 @@ use hmem::{
 };
 use hmem_conformance::Suite;
 
+mod machine;
 #[path = "../examples/plug_in_iface.rs"]
 mod plug_in_iface;
 #[path = "../examples/plug_in_provider.rs"]
@@ -55,7 +57,8 @@ fn main() -> ExitCode {
 }
 
 /// Adds tests of the software NIC in every mode. Key size, progress and pages vary, so that any two
-/// values of two of these dimensions occur together.
+/// values of two of these dimensions occur together. Where the process cannot pin pages, the tests
+/// with pinned pages are ignored.
 fn software_nics(suite: &mut Suite) {
     let hardware = MrMode::LOCAL | MrMode::ALLOCATED | MrMode::HMEM | MrMode::BASIC_MEANS;
     let modes = [
@@ -80,6 +83,10 @@ fn software_nics(suite: &mut Suite) {
             let pages = [RemapPolicy::Follow, RemapPolicy::Pinned][(number / 2 + other) % 2];
             let name = format!("loopback-{name}-{}", 8 * key_size);
             suite.controlled_provider(&name, move || {
+                let unpinned = machine::without_pinned_pages();
+                if let Some(why) = unpinned.filter(|_| pages == RemapPolicy::Pinned) {
+                    return Err(Error::new(ErrorKind::Unavailable, "pinned pages").caused_by(why));
+                }
                 let faults = Faults::new();
                 let builder = Loopback::builder().needs(mode).key_size(key_size).faults(&faults);
                 let builder = builder.progress(progress).remap_policy(pages);
@@ -211,7 +218,7 @@ fn synapseai(suite: &mut Suite) {
 /// Adds tests of the verbs provider, if `HMEM_VERBS_DEVICE` names an RDMA device.
 #[cfg(feature = "verbs")]
 fn verbs(suite: &mut Suite) {
-    use hmem::{ErrorKind, provider::Provider, verbs::Verbs};
+    use hmem::{provider::Provider, verbs::Verbs};
 
     let device = std::env::var("HMEM_VERBS_DEVICE").unwrap_or_default();
     let open = move || -> Result<Arc<dyn Provider>> {

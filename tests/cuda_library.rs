@@ -12,7 +12,7 @@ use hmem::{
         Cuda,
         sys::{CuContext, CuDevicePtr, CuResult, Functions},
     },
-    loopback::{Loopback, RemapPolicy},
+    loopback::Loopback,
     monitor::InvalidationCause,
 };
 use libloading::os::unix::Library;
@@ -46,8 +46,7 @@ fn direct_frees_in_a_loaded_library_end_cached_registrations() {
     // SAFETY: `name` is a C string.
     let calls = |name: &CStr| unsafe { calls(name.as_ptr()) };
 
-    let nic =
-        Loopback::builder().remap_policy(RemapPolicy::Pinned).build().expect("the software NIC");
+    let nic = Loopback::builder().build().expect("the software NIC");
     let hmem =
         Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&cuda) as _).provider(nic);
     let hmem = hmem.build().expect("started");

@@ -16,10 +16,7 @@ use std::sync::Arc;
 
 use hmem::{
     Address, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr, Hmem, Iface,
-    IfaceKind, MrMode, Path,
-    iface::AllocRequest,
-    loopback::{Loopback, RemapPolicy},
-    path::P2pPolicy,
+    IfaceKind, MrMode, Path, iface::AllocRequest, loopback::Loopback, path::P2pPolicy,
     verbs::Verbs,
 };
 use trials::{Outcome, Skipped, trials};
@@ -58,10 +55,7 @@ fn domain(iface: &Arc<dyn Iface>) -> Result<Domain, Skipped> {
     let attr = DomainAttr { p2p: P2pPolicy::Required, cache, ..DomainAttr::default() };
     let device = std::env::var("HMEM_VERBS_DEVICE").ok().filter(|name| !name.is_empty());
     let Some(device) = device else {
-        let nic = Loopback::builder()
-            .remap_policy(RemapPolicy::Pinned)
-            .build()
-            .expect("the software NIC");
+        let nic = Loopback::builder().build().expect("the software NIC");
         let hmem = hmem.provider(nic).build().expect("start");
         return Ok(hmem.domain("loopback", attr).expect("a domain"));
     };
@@ -109,7 +103,7 @@ fn move_bytes(vendor: &Vendor) -> Outcome {
 }
 
 /// In each round, allocates memory and gets a region of it from the cache twice. In most rounds,
-/// the driver gives the address of the round before. The NIC keeps the pages of a registration, so
+/// the driver gives the address of the round before. A dma-buf keeps its pages, so
 /// a stale hit would move bytes of an earlier round.
 fn reuse_addresses(vendor: &Vendor) -> Outcome {
     let iface = &vendor.iface;

@@ -16,7 +16,7 @@ use hmem::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, DomainAttr, ErrorKind, Hmem,
     IfaceExt, IfaceKind, Path, Request, Result,
     iface::{AllocRequest, Facet},
-    loopback::{Loopback, RemapPolicy},
+    loopback::Loopback,
     provider::Imports,
 };
 use vendors::Vendor;
@@ -33,11 +33,7 @@ fn open(vendor: &Vendor, pcie_mapping_first: bool) -> Wire {
         peer_memory: false,
         staged: true,
     };
-    let nic = Loopback::builder()
-        .imports(imports)
-        .remap_policy(RemapPolicy::Pinned)
-        .build()
-        .expect("a NIC");
+    let nic = Loopback::builder().imports(imports).build().expect("a NIC");
     let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(vendor.iface.clone());
     let hmem = hmem.provider(nic).build().expect("start");
     Wire::open(hmem.domain("loopback", DomainAttr::default()).expect("a domain"))

@@ -156,6 +156,13 @@ impl TestConfig {
         self.nic != Nic::Verbs { dma_buf: false }
     }
 
+    /// Returns true if this process can run the configuration. `tests/this_machine.rs` reports if
+    /// the software NIC cannot pin pages.
+    pub(crate) fn runs_here(&self) -> bool {
+        let pins = self.is_loopback() && self.pages == RemapPolicy::Pinned;
+        !pins || crate::machine::without_pinned_pages().is_none()
+    }
+
     /// Returns true if memory windows can be bound to regions of this memory. The VM's driver binds
     /// windows to host memory only.
     pub(crate) fn binds_windows(&self) -> bool {
@@ -380,10 +387,9 @@ pub(crate) struct Behaviour {
 }
 
 impl Behaviour {
-    /// Runs the behaviour in every test configuration that meets its needs, without those with
-    /// pinned pages if this machine cannot pin (`tests/this_machine.rs` reports that). The variable
-    /// `HMEM_TEST_CONFIG` selects some of them by a part of their name. Panics with the list of
-    /// those in which the behaviour failed, or if there is none to run it in.
+    /// Runs the behaviour in every test configuration that meets its needs and runs here. The
+    /// variable `HMEM_TEST_CONFIG` selects some of them by a part of their name. Panics with the
+    /// list of those in which the behaviour failed, or if there is none to run it in.
     pub(crate) fn run(&self) {
         let mut shown = 0;
         let mut failures = Vec::new();
@@ -392,10 +398,7 @@ impl Behaviour {
             if !config.is_loopback() && !VERBS_NEEDS.iter().all(|need| (need.met)(&config)) {
                 continue;
             }
-            let unpinnable = config.is_loopback()
-                && config.pages == RemapPolicy::Pinned
-                && crate::machine::without_pinned_pages().is_some();
-            if unpinnable
+            if !config.runs_here()
                 || self.needs.iter().any(|need| !(need.met)(&config))
                 || !config.to_string().contains(&only)
             {

@@ -225,7 +225,7 @@ fn every_place(mode: Mode) -> Vec<Net> {
     crate::config::ConfigSet::DefaultMode
         .list()
         .into_iter()
-        .filter(|config| config.progress == hmem::loopback::Progress::ByHand)
+        .filter(|config| config.progress == hmem::loopback::Progress::ByHand && config.runs_here())
         .map(|config| Net::open(&config.with_mode(mode)))
         .collect()
 }

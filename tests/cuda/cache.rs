@@ -11,7 +11,6 @@ use hmem::{
         sys::{CuContext, CuDevicePtr, Functions},
     },
     iface::AllocRequest,
-    loopback::RemapPolicy,
     monitor::InvalidationCause,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr},
@@ -188,13 +187,7 @@ fn rounds(link: &Link, kind: AllocationKind, freed: Freed, rounds: u32) -> Round
 pub(crate) fn with_each_monitor(rounds_each: u32, show: impl Fn(&Link, CudaMonitorKind, u32)) {
     for profile in profiles() {
         for monitor in MONITORS {
-            let link = Link::cached(
-                profile.clone(),
-                IMPORTS,
-                P2pPolicy::Enabled,
-                RemapPolicy::Pinned,
-                *monitor,
-            );
+            let link = Link::cached(profile.clone(), IMPORTS, P2pPolicy::Enabled, *monitor);
             show(&link, *monitor, rounds_each);
         }
     }
@@ -240,13 +233,7 @@ fn reallocated_cuda_memory_is_never_a_stale_hit() {
 /// The application allocates and frees ten thousand times at one address.
 #[test]
 fn ten_thousand_reallocations_are_never_a_stale_hit() {
-    let link = Link::cached(
-        Profile::default(),
-        IMPORTS,
-        P2pPolicy::Enabled,
-        RemapPolicy::Pinned,
-        CudaMonitorKind::Auto,
-    );
+    let link = Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, CudaMonitorKind::Auto);
     let shown = rounds(&link, AllocationKind::Device, Freed::ByTheApplication, 10_000);
     assert_reused(shown.reused == 9_999);
 }
@@ -326,13 +313,7 @@ fn free_on_one_device_keeps_the_entry_of_the_other() {
 #[test]
 fn hooked_free_closes_the_registration_at_once() {
     for profile in profiles() {
-        let link = Link::cached(
-            profile,
-            IMPORTS,
-            P2pPolicy::Enabled,
-            RemapPolicy::Pinned,
-            CudaMonitorKind::Hooks,
-        );
+        let link = Link::cached(profile, IMPORTS, P2pPolicy::Enabled, CudaMonitorKind::Hooks);
         let (app, cache) = (App::new(&link.functions), link.domain.cache().expect("a cache"));
         let memory: Vec<_> = (0..20).map(|_| app.allocate(64 << 10)).collect();
         for memory in &memory {
@@ -375,13 +356,7 @@ fn hooked_free_closes_the_registration_at_once() {
 #[test]
 fn concurrent_reuse_of_addresses_is_never_a_stale_hit() {
     for monitor in MONITORS {
-        let link = Link::cached(
-            Profile::default(),
-            IMPORTS,
-            P2pPolicy::Enabled,
-            RemapPolicy::Pinned,
-            *monitor,
-        );
+        let link = Link::cached(Profile::default(), IMPORTS, P2pPolicy::Enabled, *monitor);
         std::thread::scope(|scope| {
             for thread in 0..3u32 {
                 let link = &link;

@@ -98,28 +98,18 @@ impl Deref for Link {
 
 impl Link {
     pub(crate) fn open(profile: Profile) -> Self {
-        Self::with(profile, IMPORTS, P2pPolicy::Enabled, RemapPolicy::Follow)
+        Self::with(profile, IMPORTS, P2pPolicy::Enabled)
     }
 
-    pub(crate) fn with(
-        profile: Profile,
-        imports: Imports,
-        p2p: P2pPolicy,
-        memory: RemapPolicy,
-    ) -> Self {
-        Self::new(
-            profile,
-            imports,
-            memory,
-            CudaMonitorKind::Auto,
-            DomainAttr { p2p, ..DomainAttr::default() },
-        )
+    pub(crate) fn with(profile: Profile, imports: Imports, p2p: P2pPolicy) -> Self {
+        let attr = DomainAttr { p2p, ..DomainAttr::default() };
+        Self::new(profile, imports, CudaMonitorKind::Auto, attr)
     }
 
     /// Opens a link whose transfers may not call the driver.
     pub(crate) fn without_calls_in_transfers(profile: Profile) -> Self {
         let attr = DomainAttr { driver_calls_in_transfers: false, ..DomainAttr::default() };
-        Self::new(profile, IMPORTS, RemapPolicy::Follow, CudaMonitorKind::Auto, attr)
+        Self::new(profile, IMPORTS, CudaMonitorKind::Auto, attr)
     }
 
     /// Opens a link with a registration cache that uses this monitor.
@@ -127,26 +117,13 @@ impl Link {
         profile: Profile,
         imports: Imports,
         p2p: P2pPolicy,
-        memory: RemapPolicy,
         monitor: CudaMonitorKind,
     ) -> Self {
         let cache = Some(CacheAttr::default());
-        Self::new(
-            profile,
-            imports,
-            memory,
-            monitor,
-            DomainAttr { p2p, cache, ..DomainAttr::default() },
-        )
+        Self::new(profile, imports, monitor, DomainAttr { p2p, cache, ..DomainAttr::default() })
     }
 
-    fn new(
-        profile: Profile,
-        imports: Imports,
-        memory: RemapPolicy,
-        monitor: CudaMonitorKind,
-        attr: DomainAttr,
-    ) -> Self {
+    fn new(profile: Profile, imports: Imports, monitor: CudaMonitorKind, attr: DomainAttr) -> Self {
         let turn = real().then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner));
         let driver = Fake((!real()).then(|| FakeDriver::start(profile)));
         let functions = match &driver.0 {
@@ -160,6 +137,9 @@ impl Link {
         let cuda = Arc::new(
             Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("a GPU"),
         );
+        // A stale hit of a registration with pinned pages reaches bytes of freed host memory.
+        let cached = attr.cache.is_some();
+        let memory = if cached { crate::machine::pages() } else { RemapPolicy::Follow };
         let nic = Loopback::builder()
             .imports(imports)
             .remap_policy(memory)

@@ -9,6 +9,8 @@ mod contexts;
 mod gpu;
 mod inbound;
 mod link;
+#[path = "../machine/mod.rs"]
+mod machine;
 mod mapped;
 mod paths;
 mod reuse;

@@ -8,7 +8,6 @@ use hmem::{
         CudaMonitorKind,
         sys::{self, CuMemHandle, CuResult},
     },
-    loopback::RemapPolicy,
     path::P2pPolicy,
     provider::Imports,
 };
@@ -166,8 +165,7 @@ fn each(steps: u64, show: impl Fn(&Mapper<'_>, CudaMonitorKind)) {
     for profile in drivers {
         for monitor in MONITORS {
             let profile = profile.clone();
-            let link =
-                Link::cached(profile, IMPORTS, P2pPolicy::Enabled, RemapPolicy::Pinned, *monitor);
+            let link = Link::cached(profile, IMPORTS, P2pPolicy::Enabled, *monitor);
             if !link.no_rdma_with_vmm() {
                 show(&Mapper::new(&link, steps), *monitor);
             }
@@ -473,13 +471,7 @@ fn mapped_memory_without_a_handle_is_uncached_with_the_reason() {
     for (profile, refuses) in [(absent, false), (Profile::default(), true)] {
         for monitor in MONITORS {
             let imports = IMPORTS;
-            let link = Link::cached(
-                profile.clone(),
-                imports,
-                P2pPolicy::Enabled,
-                RemapPolicy::Pinned,
-                *monitor,
-            );
+            let link = Link::cached(profile.clone(), imports, P2pPolicy::Enabled, *monitor);
             if refuses {
                 let code = CuResult::CUDA_ERROR_NOT_SUPPORTED;
                 link.driver.fail_always("cuMemRetainAllocationHandle", code);
@@ -511,13 +503,7 @@ fn peer_memory_of_mapped_memory_is_a_hit_with_hooks_alone() {
     }
     for monitor in MONITORS {
         let imports = Imports { dma_buf: false, peer_memory: true, ..IMPORTS };
-        let link = Link::cached(
-            Profile::default(),
-            imports,
-            P2pPolicy::Required,
-            RemapPolicy::Follow,
-            *monitor,
-        );
+        let link = Link::cached(Profile::default(), imports, P2pPolicy::Required, *monitor);
         let mapper = Mapper::new(&link, 1);
         mapper.map_new(0, 1);
         mapper.mark(0, 1);

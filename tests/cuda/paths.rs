@@ -2,8 +2,7 @@
 
 use hmem::{
     Address, AddressRange, AllocationKind, Decision, ErrorKind, IfaceExt, Path,
-    cuda::sys::CuResult, iface::DmaBufMapping, loopback::RemapPolicy, path::P2pPolicy,
-    provider::Imports,
+    cuda::sys::CuResult, iface::DmaBufMapping, path::P2pPolicy, provider::Imports,
 };
 use hmem_fake_cuda::Profile;
 
@@ -91,12 +90,8 @@ fn managed_memory_is_registered_as_host_pages() {
 #[test]
 fn nic_with_peer_memory_alone_gets_device_addresses() {
     let imports = Imports { dma_buf: false, peer_memory: true, ..IMPORTS };
-    let link = Link::with(
-        Profile::named("550-closed").expect("a profile"),
-        imports,
-        P2pPolicy::Required,
-        RemapPolicy::Follow,
-    );
+    let link =
+        Link::with(Profile::named("550-closed").expect("a profile"), imports, P2pPolicy::Required);
     if link.no_rdma() {
         return;
     }
@@ -219,7 +214,7 @@ fn pcie_mapping_is_tried_before_the_default_mapping() {
         (Profile::named("550-open").expect("a profile"), 1, DmaBufMapping::Default),
         (Profile { pcie_mapping: false, ..Profile::default() }, 1, DmaBufMapping::Default),
     ] {
-        let link = Link::with(profile, imports, P2pPolicy::Required, RemapPolicy::Follow);
+        let link = Link::with(profile, imports, P2pPolicy::Required);
         let decision = moved(&link, AllocationKind::Device, 5000);
         assert_eq!((decision.path, decision.mapping), (Path::DmaBuf, mapping), "{decision}");
         let tried: Vec<_> =
@@ -284,7 +279,7 @@ fn over_seams(link: &Link, segments: &Segments<'_>, region: &hmem::MemoryRegion)
 }
 
 fn with_dma_bufs(profile: Profile) -> Link {
-    Link::with(profile, IMPORTS, direct(), RemapPolicy::Follow)
+    Link::with(profile, IMPORTS, direct())
 }
 
 /// HM-07
@@ -333,7 +328,7 @@ fn handles_refused_as_one_dma_buf_are_exported_one_by_one() {
 /// HM-07
 #[test]
 fn range_with_an_unexportable_segment_names_it() {
-    let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, RemapPolicy::Follow);
+    let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required);
     if link.no_dma_bufs() || link.no_rdma_with_vmm() {
         return;
     }

@@ -2,7 +2,7 @@
 
 use hmem::{
     Address, AddressRange, AllocationKind, ErrorKind, IfaceKind, Path, Request,
-    cuda::CudaMonitorKind, loopback::RemapPolicy, path::P2pPolicy,
+    cuda::CudaMonitorKind, path::P2pPolicy,
 };
 use hmem_fake_cuda::Profile;
 
@@ -12,16 +12,11 @@ use crate::link::{
 
 /// MR-07
 ///
-/// Covers a NIC that keeps the pages of a registration, a NIC that follows the page tables, and
-/// staged copies.
+/// Covers dma-bufs, which keep their pages, and staged copies.
 #[test]
 fn registration_after_reallocation_reaches_the_new_bytes() {
-    for (memory, policy) in [
-        (RemapPolicy::Follow, direct()),
-        (RemapPolicy::Pinned, direct()),
-        (RemapPolicy::Follow, P2pPolicy::Disabled),
-    ] {
-        let link = Link::with(Profile::default(), IMPORTS, policy, memory);
+    for policy in [direct(), P2pPolicy::Disabled] {
+        let link = Link::with(Profile::default(), IMPORTS, policy);
         let kinds = [AllocationKind::Device, AllocationKind::Virtual];
         for kind in kinds.into_iter().filter(|kind| !link.lacks(*kind)) {
             for len in [5000u64, 3 << 20] {
@@ -63,9 +58,9 @@ fn registration_after_reallocation_reaches_the_new_bytes() {
 #[test]
 fn freed_or_foreign_pointer_claimed_for_cuda_is_unknown() {
     for cached in [false, true] {
-        let (profile, follow) = (Profile::default(), RemapPolicy::Follow);
+        let profile = Profile::default();
         let link = if cached {
-            Link::cached(profile, IMPORTS, P2pPolicy::Enabled, follow, CudaMonitorKind::Auto)
+            Link::cached(profile, IMPORTS, P2pPolicy::Enabled, CudaMonitorKind::Auto)
         } else {
             Link::open(profile)
         };
@@ -104,8 +99,7 @@ fn region_that_outlives_its_memory_reaches_no_new_memory() {
         return;
     }
     for len in [2 << 20, 3 << 20] {
-        let link =
-            Link::with(Profile::default(), IMPORTS, P2pPolicy::Required, RemapPolicy::Follow);
+        let link = Link::with(Profile::default(), IMPORTS, P2pPolicy::Required);
         let first = link.buffer(len, AllocationKind::Device);
         let base = first.allocation().base();
         first.write(0, &[1; 4000]).expect("write");

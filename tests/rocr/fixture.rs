@@ -8,7 +8,7 @@ use std::{
 use hmem::{
     AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Hmem, Iface, IfaceKind,
     iface::AllocRequest,
-    loopback::{Loopback, RemapPolicy},
+    loopback::Loopback,
     path::P2pPolicy,
     provider::Imports,
     rocr::{Rocr, sys::Functions},
@@ -55,31 +55,22 @@ impl Deref for Fixture {
 }
 
 impl Fixture {
-    pub(crate) fn new(profile: Profile, p2p: P2pPolicy, memory: RemapPolicy, cached: bool) -> Self {
+    pub(crate) fn new(profile: Profile, p2p: P2pPolicy, cached: bool) -> Self {
         let cache = cached.then(CacheAttr::default);
-        Self::build(profile, memory, false, DomainAttr { p2p, cache, ..DomainAttr::default() })
+        Self::build(profile, false, DomainAttr { p2p, cache, ..DomainAttr::default() })
     }
 
-    pub(crate) fn with_pcie_mapping_first(
-        profile: Profile,
-        p2p: P2pPolicy,
-        memory: RemapPolicy,
-    ) -> Self {
-        Self::build(profile, memory, true, DomainAttr { p2p, ..DomainAttr::default() })
+    pub(crate) fn with_pcie_mapping_first(profile: Profile, p2p: P2pPolicy) -> Self {
+        Self::build(profile, true, DomainAttr { p2p, ..DomainAttr::default() })
     }
 
     pub(crate) fn without_monitor(profile: Profile) -> Self {
         let cache = Some(CacheAttr::default().without_monitors([IfaceKind::ROCR]));
         let attr = DomainAttr { cache, ..DomainAttr::default() };
-        Self::build(profile, RemapPolicy::Follow, false, attr)
+        Self::build(profile, false, attr)
     }
 
-    fn build(
-        profile: Profile,
-        memory: RemapPolicy,
-        pcie_mapping_first: bool,
-        attr: DomainAttr,
-    ) -> Self {
+    fn build(profile: Profile, pcie_mapping_first: bool, attr: DomainAttr) -> Self {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let fake = (!is_model()).then(|| FakeRuntime::start(profile));
         let rocr = Arc::new(open(fake.as_ref()));
@@ -89,7 +80,7 @@ impl Fixture {
             peer_memory: false,
             staged: true,
         };
-        let nic = Loopback::builder().imports(imports).remap_policy(memory).build().expect("a NIC");
+        let nic = Loopback::builder().imports(imports).build().expect("a NIC");
         let hmem = Hmem::builder().without_vendor_ifaces();
         let hmem = hmem.shared_iface(Arc::clone(&rocr) as _).provider(nic).build().expect("start");
         let wire = Wire::open(hmem.domain("loopback", attr).expect("a domain"));

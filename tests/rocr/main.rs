@@ -23,8 +23,8 @@ mod cases {
 
     use hmem::{
         Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind,
-        Path, Request, iface::AllocRequest, loopback::RemapPolicy, monitor::InvalidationCause,
-        p2p::path::ExplainRequest, path::P2pPolicy, rocr::sys::HsaStatus,
+        Path, Request, iface::AllocRequest, monitor::InvalidationCause, p2p::path::ExplainRequest,
+        path::P2pPolicy, rocr::sys::HsaStatus,
     };
     use hmem_fake_rocr::Profile;
 
@@ -45,7 +45,7 @@ mod cases {
     pub(crate) fn each_kind_of_memory_moves_its_bytes_by_its_own_path() -> Outcome {
         for profile in profiles() {
             let exports = profile.dma_buf && !is_model();
-            let fixture = Fixture::new(profile, P2pPolicy::Enabled, RemapPolicy::Follow, false);
+            let fixture = Fixture::new(profile, P2pPolicy::Enabled, false);
             for kind in [AllocationKind::Device, AllocationKind::Host, AllocationKind::Virtual] {
                 let has =
                     fixture.rocr.allocate(&AllocRequest { len: 1, device: DeviceId(0), kind });
@@ -88,8 +88,7 @@ mod cases {
     /// runtime's callback notifies the iface under test.
     pub(crate) fn address_reuse_is_never_a_hit() -> Outcome {
         const ROUNDS: u64 = 10_000;
-        let fixture =
-            Fixture::new(Profile::default(), P2pPolicy::Enabled, RemapPolicy::Pinned, true);
+        let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, true);
         let application = open(fixture.fake.as_ref());
         let cache = fixture.domain.cache().expect("a cache");
         assert_eq!(cache.monitor(IfaceKind::ROCR).expect("a monitor").name, "rocr-callback");
@@ -129,8 +128,7 @@ mod cases {
     pub(crate) fn concurrent_frees_and_lookups_never_share_an_identity() -> Outcome {
         const THREADS: u64 = 4;
         const ROUNDS: u64 = 500;
-        let fixture =
-            Fixture::new(Profile::default(), P2pPolicy::Enabled, RemapPolicy::Pinned, true);
+        let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, true);
         let application = open(fixture.fake.as_ref());
         let cache = fixture.domain.cache().expect("a cache");
         let ids = Mutex::new(HashSet::new());
@@ -176,8 +174,7 @@ mod cases {
         if !is_model() {
             return Err(Skipped("HIP runs on AMD's own runtime (tests/rocr/run)".into()));
         }
-        let fixture =
-            Fixture::new(Profile::default(), P2pPolicy::Enabled, RemapPolicy::Follow, false);
+        let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, false);
         // SAFETY: AMD's library, whose initialisers have no precondition; the types are those of
         // HIP's header.
         unsafe {
@@ -217,8 +214,7 @@ mod cases {
         // Release 6.4 has no PCIe mapping, so the iface does not try it.
         for (profile, tried) in [(small, true), (Profile::named("6.4").expect("a profile"), false)]
         {
-            let fixture =
-                Fixture::with_pcie_mapping_first(profile, P2pPolicy::Required, RemapPolicy::Follow);
+            let fixture = Fixture::with_pcie_mapping_first(profile, P2pPolicy::Required);
             let region =
                 fixture.domain.register(fixture.buffer(8192, AllocationKind::Device), REMOTE);
             let region = region.map_err(hmem::Error::from).expect("the default mapping");
@@ -243,8 +239,7 @@ mod cases {
             (HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCATION, "rocr-not-exportable"),
             (HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES, "rocr-file-descriptors"),
         ] {
-            let fixture =
-                Fixture::new(Profile::default(), P2pPolicy::Enabled, RemapPolicy::Follow, false);
+            let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, false);
             let buffer = fixture.buffer(8192, AllocationKind::Device);
             let fake = fixture.fake.as_ref().expect("the fake runtime");
             fake.fail_always("hsa_amd_portable_export_dmabuf_v2", code);
@@ -268,7 +263,7 @@ mod cases {
     pub(crate) fn remedy_of_an_old_runtime_names_the_release_with_exports() -> Outcome {
         not_on_the_model("it is the newest release")?;
         let old = Profile::named("5.2").expect("a profile");
-        let fixture = Fixture::new(old, P2pPolicy::Required, RemapPolicy::Follow, false);
+        let fixture = Fixture::new(old, P2pPolicy::Required, false);
         let region = fixture.domain.register(fixture.buffer(8192, AllocationKind::Device), REMOTE);
         let refused = region.expect_err("no direct path");
         let text = refused.error.trace().to_string();
@@ -280,8 +275,7 @@ mod cases {
     }
 
     pub(crate) fn unknown_memory_is_refused_with_the_reason() -> Outcome {
-        let fixture =
-            Fixture::new(Profile::default(), P2pPolicy::Enabled, RemapPolicy::Follow, true);
+        let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, true);
         let live = fixture.buffer(8192, AllocationKind::Device);
         let freed = fixture.buffer(4096, AllocationKind::Device);
         let gone = freed.allocation().range;
@@ -331,8 +325,7 @@ mod cases {
     }
 
     pub(crate) fn closing_the_iface_ends_its_monitor_alone() -> Outcome {
-        let fixture =
-            Fixture::new(Profile::default(), P2pPolicy::Enabled, RemapPolicy::Follow, false);
+        let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, false);
         let other = open(fixture.fake.as_ref());
         let (own, others) = (
             fixture.rocr.start_monitor().expect("a monitor"),

@@ -19,7 +19,7 @@ fn cached(cache: CacheAttr) -> DomainAttr {
 
 /// MON-07, CACHE-02
 ///
-/// Reuses an address in thousands of rounds, over a NIC that keeps the pages of a registration. In
+/// Reuses an address in thousands of rounds. A registration keeps the pages of its dma-buf. In
 /// each round the first lookup is a miss, and the second one a hit.
 #[test]
 fn freed_and_reallocated_memory_is_never_a_hit() {

@@ -8,7 +8,7 @@ use std::{
 use hmem::{
     AllocationKind, DeviceBuffer, DeviceId, DomainAttr, Hmem, Iface,
     iface::AllocRequest,
-    loopback::{Loopback, RemapPolicy},
+    loopback::Loopback,
     ze::{LevelZero, sys::Functions},
 };
 use hmem_fake_ze::{FakeDriver, Profile};
@@ -61,10 +61,7 @@ impl Link {
             None => LevelZero::open(),
         };
         let ze = Arc::new(ze.expect("a device"));
-        let nic = Loopback::builder()
-            .remap_policy(RemapPolicy::Pinned)
-            .build()
-            .expect("the software NIC");
+        let nic = Loopback::builder().build().expect("the software NIC");
         let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&ze) as _);
         let hmem = hmem.provider(nic).build().expect("start");
         let wire = Wire::open(hmem.domain("loopback", attr).expect("a domain"));

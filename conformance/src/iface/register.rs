@@ -192,8 +192,9 @@ fn moved(cq: &dyn CompletionQueue) -> Result<u64> {
     done.remove(0).result
 }
 
-/// Tests that a cached registration is not used after its memory was freed. The NIC pins the pages
-/// of its registrations, so that a stale registration moves bytes of the freed memory.
+/// Tests that a cached registration is not used after its memory was freed. The NIC keeps the pages
+/// of its registrations, so that a stale registration moves bytes of the freed memory. A dma-buf
+/// keeps its pages; the NIC pins those of host memory.
 pub(super) fn cached_registration_never_moves_bytes_of_freed_memory(
     iface: &Arc<dyn Iface>,
 ) -> Outcome {
@@ -203,9 +204,9 @@ pub(super) fn cached_registration_never_moves_bytes_of_freed_memory(
         assert!(is_missing(&why), "look for stale registrations: {why}");
         Skipped(why.to_string())
     };
-    let nic = Loopback::builder()
-        .needs(MrMode::VIRT_ADDR | MrMode::PROV_KEY)
-        .remap_policy(RemapPolicy::Pinned);
+    let is_host = iface.kind() == IfaceKind::SYSTEM;
+    let pages = if is_host { RemapPolicy::Pinned } else { RemapPolicy::Follow };
+    let nic = Loopback::builder().needs(MrMode::VIRT_ADDR | MrMode::PROV_KEY).remap_policy(pages);
     let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
     let attr = DomainAttr {
         p2p: P2pPolicy::Required,
@@ -218,7 +219,7 @@ pub(super) fn cached_registration_never_moves_bytes_of_freed_memory(
         Ok((domain, DeviceMemory::allocate(iface)?))
     });
     let (domain, mut memory) = opened.map_err(missing)?;
-    // SAFETY: the NIC pins the pages that it registers. Nothing else accesses the memory.
+    // SAFETY: the NIC maps dma-bufs, which keep their pages, and pins host memory. Nothing else accesses the memory.
     let ran = unsafe { counts.run(&domain, &mut memory, 64) };
     ran.map_err(missing)?;
     assert_eq!(counts.stale, 0, "a transfer moved bytes of freed memory: {counts:?}");
