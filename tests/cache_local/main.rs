@@ -235,9 +235,10 @@ fn any_drop_order_of_endpoint_queue_and_domain_leaves_nothing() {
 
 fn a_refused_request_holds_no_lease() {
     let faults = Faults::new();
-    let (hmem, _import) = with_imported_monitor(nic().faults(&faults));
-    let net =
-        Net::with(&hmem, DomainAttr { mr_mode: MrMode::LOCAL, ..DomainAttr::default() }, 2, 64);
+    // With ALLOCATED, every NIC refuses memory without pages.
+    let mr_mode = MrMode::LOCAL | MrMode::ALLOCATED;
+    let (hmem, _import) = with_imported_monitor(nic().needs(mr_mode).faults(&faults));
+    let net = Net::with(&hmem, DomainAttr { mr_mode, ..DomainAttr::default() }, 2, 64);
     let pages = Pages::new(4 * page_size());
     // The NIC refuses the first registration of a list, or the second.
     for nth in [1, 2] {

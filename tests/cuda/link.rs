@@ -8,7 +8,7 @@ use std::{
 
 use hmem::{
     Address, AddressRange, AllocationKind, CacheAttr, CachedRegion, DeviceBuffer, DeviceId,
-    DomainAttr, Hmem, Iface, IfaceExt, Region, Result,
+    DomainAttr, Hmem, Iface, IfaceExt, MrMode, Region, Result,
     cuda::{
         Cuda, CudaMonitorKind,
         sys::{self, CuContext, CuDeviceAttribute, CuResult, Functions},
@@ -137,12 +137,14 @@ impl Link {
         let cuda = Arc::new(
             Cuda::builder().functions(functions.clone()).monitor(monitor).open().expect("a GPU"),
         );
-        // A stale hit of a registration with pinned pages reaches bytes of freed host memory.
+        // A stale hit of a registration with pinned pages reaches bytes of freed host memory. With
+        // ALLOCATED, the NIC refuses addresses without pages.
         let cached = attr.cache.is_some();
         let memory = if cached { crate::machine::pages() } else { RemapPolicy::Follow };
         let nic = Loopback::builder()
             .imports(imports)
             .remap_policy(memory)
+            .needs(MrMode::ALLOCATED)
             .build()
             .expect("the software NIC");
         let hmem = Hmem::builder().without_vendor_ifaces();

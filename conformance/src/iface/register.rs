@@ -219,7 +219,8 @@ pub(super) fn cached_registration_never_moves_bytes_of_freed_memory(
         Ok((domain, DeviceMemory::allocate(iface)?))
     });
     let (domain, mut memory) = opened.map_err(missing)?;
-    // SAFETY: the NIC maps dma-bufs, which keep their pages, and pins host memory. Nothing else accesses the memory.
+    // SAFETY: the NIC maps dma-bufs, which keep their pages, and pins host memory. Nothing else
+    // accesses the memory.
     let ran = unsafe { counts.run(&domain, &mut memory, 64) };
     ran.map_err(missing)?;
     assert_eq!(counts.stale, 0, "a transfer moved bytes of freed memory: {counts:?}");
