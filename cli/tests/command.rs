@@ -1,6 +1,10 @@
 //! The built command: `info` and `check`, arguments, variables and exit statuses.
 
 mod hmem_process;
+#[path = "../../tests/machine/mod.rs"]
+mod machine;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
 
 use std::{
     collections::BTreeSet,
@@ -9,8 +13,51 @@ use std::{
     process::{Command, Output},
 };
 
+use hmem::Hmem;
+use hmem_cli::{check::check_deaf_monitor, machine::Machine};
 use hmem_process::schema;
 use serde_json::Value;
+use trials::{Outcome, skip, trials};
+
+trials! {
+    /// DIAG-01, HM-04
+    info_lists_ifaces_devices_nics_and_paths_with_reasons,
+    /// MON-04
+    info_shows_the_cache_monitor_with_its_reason,
+    /// CACHE-12
+    info_shows_the_cache_limits_and_the_disabling_setting,
+    /// DIAG-01
+    info_names_the_seccomp_filter_that_slows_cache_lookups,
+    /// DIAG-01, HM-04
+    info_json_matches_its_schema,
+    /// DIAG-02
+    check_explains_the_words_of_its_tables,
+    /// DIAG-02
+    check_verifies_every_combination,
+    /// DIAG-02, MR-07, CACHE-02
+    check_covers_the_registration_cache_under_each_monitor,
+    /// DIAG-02
+    monitor_that_is_never_notified_fails_the_check,
+    /// DIAG-02, MON-02
+    monitor_forbidden_by_seccomp_is_skipped_with_the_reason,
+    /// DIAG-02, DIAG-03
+    transfer_that_seccomp_forbids_fails_with_the_cause_and_the_remedy,
+    /// DIAG-02, HM-04
+    check_of_an_unavailable_iface_fails_with_the_reason,
+    /// DIAG-02
+    check_of_an_unavailable_provider_fails_with_the_reason,
+    /// DIAG-02
+    check_covers_only_the_selected_size_path_and_nic,
+    /// HM-12, P2P-02
+    environment_filters_ifaces_and_forbids_direct_access,
+    /// HM-12
+    wrong_arguments_and_variables_exit_with_status_2,
+    help_and_version_are_printed,
+    colours_are_printed_only_on_terminals_or_on_request,
+    /// DIAG-04
+    logs_are_printed_only_on_request_and_on_stderr,
+    document_with_another_or_missing_field_or_type_does_not_match_its_schema,
+}
 
 fn hmem(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     command(arguments, environment).output().expect("the binary runs")
@@ -132,8 +179,6 @@ fn refused(output: &Output, code: i32, words: &[&str]) {
     }
 }
 
-/// DIAG-01, HM-04
-#[test]
 fn info_lists_ifaces_devices_nics_and_paths_with_reasons() {
     let output = hmem(&["info"], &[]);
     ended(&output, 0);
@@ -161,11 +206,8 @@ fn info_lists_ifaces_devices_nics_and_paths_with_reasons() {
     }
 }
 
-/// MON-04
-///
 /// Covers the automatic choice and a requested monitor that is usable or unavailable, in text and
 /// JSON.
-#[test]
 fn info_shows_the_cache_monitor_with_its_reason() {
     let text = |output: &Output| stdout(output).split_whitespace().collect::<Vec<_>>().join(" ");
     let output = hmem(&["info"], &[]);
@@ -219,10 +261,7 @@ fn info_shows_the_cache_monitor_with_its_reason() {
     refused(&forbidden, 1, &["FI_MR_CACHE_MONITOR", "userfaultfd", "seccomp"]);
 }
 
-/// CACHE-12
-///
 /// The output contains cache limits, merging, and the variable that disables caching.
-#[test]
 fn info_shows_the_cache_limits_and_the_disabling_setting() {
     let says = |environment: &[(&str, &str)]| {
         let output = hmem(&["info"], environment);
@@ -259,10 +298,7 @@ fn info_shows_the_cache_limits_and_the_disabling_setting() {
     }
 }
 
-/// DIAG-01
-///
 /// Caches work without `membarrier`, only slower, so the command succeeds.
-#[test]
 fn info_names_the_seccomp_filter_that_slows_cache_lookups() {
     let free = json(&hmem(&["info", "--json"], &[]));
     assert!(free["cache"]["fences"].is_null(), "{}", free["cache"]);
@@ -278,8 +314,6 @@ fn info_names_the_seccomp_filter_that_slows_cache_lookups() {
     }
 }
 
-/// DIAG-01, HM-04
-#[test]
 fn info_json_matches_its_schema() {
     let output = hmem(&["info", "--json"], &[]);
     ended(&output, 0);
@@ -321,9 +355,8 @@ fn info_json_matches_its_schema() {
     );
 }
 
-/// DIAG-02
-#[test]
-fn check_explains_the_words_of_its_tables() {
+fn check_explains_the_words_of_its_tables() -> Outcome {
+    skip(machine::without_pinned_pages())?;
     let says = |environment: &[(&str, &str)]| {
         let output = hmem(&["check", "--quick", "--nic", "loopback/pinned"], environment);
         ended(&output, 0);
@@ -344,10 +377,9 @@ fn check_explains_the_words_of_its_tables() {
         let words = format!("caches: {variable} does not apply: each row has a cache");
         assert!(text.contains(&words), "{words} is not in: {text}");
     }
+    Ok(())
 }
 
-/// DIAG-02
-#[test]
 fn check_verifies_every_combination() {
     let output = hmem(&["check", "--quick", "--json"], &[]);
     ended(&output, 0);
@@ -384,11 +416,9 @@ fn check_verifies_every_combination() {
     }
 }
 
-/// DIAG-02, MR-07, CACHE-02
-///
 /// Every monitor is checked, or skipped with its reason.
-#[test]
-fn check_covers_the_registration_cache_under_each_monitor() {
+fn check_covers_the_registration_cache_under_each_monitor() -> Outcome {
+    skip(machine::without_pinned_pages())?;
     let output = hmem(&["check", "--json", "--bytes", "64"], &[("FI_MR_CACHE_MAX_COUNT", "0")]);
     ended(&output, 0);
     let document = json(&output);
@@ -423,13 +453,25 @@ fn check_covers_the_registration_cache_under_each_monitor() {
     let other =
         json(&hmem(&["check", "--quick", "--json", "--provider", "loopback/scalable"], &[]));
     assert_eq!(list(&other, "stale").len(), 0);
+    Ok(())
 }
 
-/// DIAG-02, MON-02
-///
+fn monitor_that_is_never_notified_fails_the_check() -> Outcome {
+    let machine = Machine::find(Hmem::builder()).expect("a machine");
+    let Some([deaf, notified]) = check_deaf_monitor(&machine, 100) else {
+        return skip(machine::without_pinned_pages()).map(|()| panic!("no NIC pins pages"));
+    };
+    assert!(!deaf.verified && deaf.stale > 50, "{deaf:?}");
+    assert!(deaf.error.as_deref().is_some_and(|error| error.contains("freed memory")), "{deaf:?}");
+    // With a monitor that is notified, the same check passes.
+    assert!(notified.verified && notified.stale == 0, "{notified:?}");
+    assert!(notified.reused > 0 && notified.hits > 0, "{notified:?}");
+    Ok(())
+}
+
 /// The check does not fail if seccomp forbids a monitor.
-#[test]
-fn monitor_forbidden_by_seccomp_is_skipped_with_the_reason() {
+fn monitor_forbidden_by_seccomp_is_skipped_with_the_reason() -> Outcome {
+    skip(machine::without_pinned_pages())?;
     let output = hmem_in_a_container(&["check", "--quick", "--json", "--iface", "system"], &[]);
     ended(&output, 0);
     let document = json(&output);
@@ -444,10 +486,9 @@ fn monitor_forbidden_by_seccomp_is_skipped_with_the_reason() {
         let why = skipped.and_then(|skipped| skipped["why"].as_str()).unwrap_or_default();
         assert!(why.contains("seccomp") && why.contains("EPERM"), "{monitor}: {document}");
     }
+    Ok(())
 }
 
-/// DIAG-02, DIAG-03
-#[test]
 fn transfer_that_seccomp_forbids_fails_with_the_cause_and_the_remedy() {
     let check = command(&["check", "--quick", "--json", "--nic", "loopback/hardware"], &[]);
     let filter = vec![
@@ -470,8 +511,6 @@ fn transfer_that_seccomp_forbids_fails_with_the_cause_and_the_remedy() {
     }
 }
 
-/// DIAG-02, HM-04
-#[test]
 fn check_of_an_unavailable_iface_fails_with_the_reason() {
     let info = json(&hmem(&["info", "--json"], &[]));
     let check = json(&hmem(&["check", "--quick", "--json", "--iface", "system"], &[]));
@@ -494,10 +533,7 @@ fn check_of_an_unavailable_iface_fails_with_the_reason() {
     }
 }
 
-/// DIAG-02
-///
 /// The check fails if the selected provider is unavailable.
-#[test]
 fn check_of_an_unavailable_provider_fails_with_the_reason() {
     let info = json(&hmem(&["info", "--json"], &[]));
     for absent in list(&info, "absent") {
@@ -514,8 +550,6 @@ fn check_of_an_unavailable_provider_fails_with_the_reason() {
     }
 }
 
-/// DIAG-02
-#[test]
 fn check_covers_only_the_selected_size_path_and_nic() {
     let arguments = [
         "check",
@@ -540,10 +574,7 @@ fn check_covers_only_the_selected_size_path_and_nic() {
     }
 }
 
-/// HM-12, P2P-02
-///
 /// The variables are libfabric's `FI_HMEM` and `FI_HMEM_DISABLE_P2P`.
-#[test]
 fn environment_filters_ifaces_and_forbids_direct_access() {
     let output = hmem(&["info", "--json"], &[("FI_HMEM", "system")]);
     ended(&output, 0);
@@ -567,8 +598,6 @@ fn environment_filters_ifaces_and_forbids_direct_access() {
     assert!(skipped.into_iter().any(|why| why.contains("FI_HMEM_DISABLE_P2P")), "{document}");
 }
 
-/// HM-12
-#[test]
 fn wrong_arguments_and_variables_exit_with_status_2() {
     refused(&hmem(&["info"], &[("FI_HMEM", "system,nonsense")]), 2, &["nonsense", "FI_HMEM"]);
     refused(
@@ -599,7 +628,6 @@ fn wrong_arguments_and_variables_exit_with_status_2() {
     refused(&hmem(&["frobnicate"], &[]), 2, &["frobnicate"]);
 }
 
-#[test]
 fn help_and_version_are_printed() {
     for arguments in [&["--help"][..], &["info", "--help"], &["check", "--help"], &["--version"]] {
         let output = hmem(arguments, &[]);
@@ -611,7 +639,6 @@ fn help_and_version_are_printed() {
     assert!(stderr(&output).contains("Usage: hmem"));
 }
 
-#[test]
 fn colours_are_printed_only_on_terminals_or_on_request() {
     for arguments in [&["info"][..], &["check", "--quick"], &["--help"]] {
         let output = hmem(arguments, &[]);
@@ -621,10 +648,7 @@ fn colours_are_printed_only_on_terminals_or_on_request() {
     assert!(!stdout(&hmem(&["--color", "never", "info"], &[])).contains('\x1b'));
 }
 
-/// DIAG-04
-///
 /// The library prints nothing without a subscriber.
-#[test]
 fn logs_are_printed_only_on_request_and_on_stderr() {
     let quiet = hmem(&["check", "--quick", "--path", "dma-buf"], &[]);
     assert_eq!(stderr(&quiet), "");
@@ -633,7 +657,6 @@ fn logs_are_printed_only_on_request_and_on_stderr() {
     json(&verbose);
 }
 
-#[test]
 fn document_with_another_or_missing_field_or_type_does_not_match_its_schema() {
     let schema = serde_json::json!({
         "$defs": {"Part": {"type": "object", "properties": {"size": {"type": "integer"}},

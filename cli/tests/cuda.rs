@@ -205,7 +205,7 @@ fn check_moves_verified_bytes_of_every_kind_of_cuda_memory() {
 /// DIAG-02
 #[test]
 fn check_names_the_remedy_of_a_refused_path() {
-    let arguments = ["check", "--iface", "cuda", "--quick", "--nic", "loopback/pinned"];
+    let arguments = ["check", "--iface", "cuda", "--quick", "--nic", "loopback/hardware"];
     let output = hmem("580-open", &arguments);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}");

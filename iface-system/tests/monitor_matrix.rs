@@ -21,7 +21,7 @@ use hmem_core::{
     AddressRange, Result,
     monitor::{InvalidationCause, Monitor},
 };
-use hmem_iface_system::monitor::{ImportCallbacks, ImportMonitor, Layered, MemHooks, UserFaultFd};
+use hmem_iface_system::monitor::{ImportCallbacks, ImportMonitor, Layered, MemHooks};
 use monitors::*;
 
 cases! {
@@ -316,11 +316,11 @@ fn memhooks_match_the_table() {
 }
 
 fn userfaultfd_matches_the_table() {
-    column("userfaultfd", &*UserFaultFd::start().unwrap(), &|_| {});
+    column("userfaultfd", &*start_userfaultfd(), &|_| {});
 }
 
 fn memhooks_and_userfaultfd_match_the_table() {
-    let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    let monitor = Layered::new(MemHooks::start().unwrap(), start_userfaultfd());
     column("memhooks+userfaultfd", &*monitor, &|_| {});
     // The one refusal is for the System V segment, which userfaultfd cannot watch.
     assert_eq!(monitor.uffd_refusals(), 1);
@@ -331,7 +331,7 @@ fn memhooks_and_userfaultfd_match_the_table() {
 /// huge pages, because the test only maps one without reserving or touching it.
 fn huge_pages_are_watched_whole_by_userfaultfd() {
     const HUGE: usize = 2 << 20;
-    let monitor = Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    let monitor = Layered::new(MemHooks::start().unwrap(), start_userfaultfd());
     let flags = ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_HUGETLB | 21 << libc::MAP_HUGE_SHIFT;
     // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
     let at = unsafe { libc::mmap(ptr::null_mut(), HUGE, libc::PROT_NONE, flags, -1, 0) };

@@ -24,7 +24,7 @@ use hmem_core::{
     cache::{Cache, CacheBackend, Key, Limits, UncachedReason},
     monitor::{Invalidator, Monitor, Subscription},
 };
-use hmem_iface_system::monitor::{Layered, MemHooks, UserFaultFd};
+use hmem_iface_system::monitor::{Layered, MemHooks};
 use monitors::*;
 
 cases! {
@@ -234,14 +234,13 @@ fn memhooks(rounds: u64) {
 }
 
 fn userfaultfd(rounds: u64) {
-    let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
+    let events: Arc<dyn Monitor> = start_userfaultfd();
     none(&events, &HOOKED, rounds, false);
     none(&events, &RAW, rounds, false);
 }
 
 fn layered(rounds: u64) {
-    let both: Arc<dyn Monitor> =
-        Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    let both: Arc<dyn Monitor> = Layered::new(MemHooks::start().unwrap(), start_userfaultfd());
     none(&both, &HOOKED, rounds, true);
     none(&both, &RAW, rounds, false);
 }
@@ -308,14 +307,13 @@ fn discards(monitor: &Arc<dyn Monitor>, rounds: u64) {
 
 /// MON-01
 fn discarded_page_is_no_stale_hit_under_userfaultfd() {
-    let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
+    let events: Arc<dyn Monitor> = start_userfaultfd();
     discards(&events, 1_000);
 }
 
 /// MON-01
 fn discarded_page_is_no_stale_hit_under_both() {
-    let both: Arc<dyn Monitor> =
-        Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    let both: Arc<dyn Monitor> = Layered::new(MemHooks::start().unwrap(), start_userfaultfd());
     discards(&both, 1_000);
 }
 
@@ -323,17 +321,15 @@ fn discarded_page_is_no_stale_hit_under_both() {
 fn discarded_page_is_no_stale_hit_in_many_rounds() {
     // SAFETY: the call only ends the timer of this process, because the case takes long.
     unsafe { libc::alarm(0) };
-    let events: Arc<dyn Monitor> = UserFaultFd::start().unwrap();
+    let events: Arc<dyn Monitor> = start_userfaultfd();
     discards(&events, 50_000);
-    let both: Arc<dyn Monitor> =
-        Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    let both: Arc<dyn Monitor> = Layered::new(MemHooks::start().unwrap(), start_userfaultfd());
     discards(&both, 50_000);
 }
 
 /// MON-01
 fn page_in_a_pending_discard_is_uncached_with_the_reason() {
-    let both: Arc<dyn Monitor> =
-        Layered::new(MemHooks::start().unwrap(), UserFaultFd::start().unwrap());
+    let both: Arc<dyn Monitor> = Layered::new(MemHooks::start().unwrap(), start_userfaultfd());
     let cache = Cache::new(SnapshotBackend(Some(both)), Limits::default()).unwrap();
     let at = map(2 * page());
     let key = |index| {

@@ -1,7 +1,6 @@
 //! Tests of the userfaultfd monitor: MON-02, MON-05, MON-06, MON-10.
 //!
-//! Each case runs in a process of its own. The machine must support userfaultfd, except for the two
-//! cases in which a filter refuses it.
+//! Each case runs in a process of its own, and is ignored if that process cannot use userfaultfd.
 #![allow(missing_docs)]
 
 #[path = "monitors/mod.rs"]
@@ -115,6 +114,7 @@ fn a_seccomp_filter_is_named() {
 
 /// MON-02
 fn interrupted_calls_are_retried() {
+    need_userfaultfd();
     for refusal in [libc::EAGAIN, libc::EINTR] {
         let mut calls = 0;
         let answer = |_| {
@@ -163,6 +163,7 @@ impl tracing::Subscriber for Warnings {
 
 /// MON-02
 fn auto_reports_and_logs_missing_userfaultfd() {
+    need_userfaultfd();
     give_up_root();
     let warnings = Warnings::default();
     let subscriber = warnings.clone();
@@ -186,7 +187,7 @@ fn auto_reports_and_logs_missing_userfaultfd() {
 
 fn unprivileged_users_can_watch() {
     give_up_root();
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let recorder = Recorder::new();
     let block = map(page());
     let here = range(block, page());
@@ -212,7 +213,7 @@ fn expect_notified(recorder: &Recorder, here: AddressRange, causes: &[Invalidati
 /// MADV_GUARD_INSTALL.
 fn announced_advices_are_those_that_raise_events() {
     const GUARD_INSTALL: i32 = 102;
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let page = page();
     let advices = [
         (libc::MADV_DONTNEED, libc::MAP_PRIVATE, true),
@@ -266,7 +267,7 @@ fn no_fault_of_the_application_waits() {
         }
         fn open_gate(&self, _: GateToken) {}
     }
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let page = page();
     let (prot, flags) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -300,7 +301,7 @@ fn no_fault_of_the_application_waits() {
 }
 
 fn events_are_delivered_behind_a_closed_gate() {
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let recorder = Recorder::new();
     let page = page();
     let block = map(4 * page);
@@ -358,7 +359,7 @@ fn watched(at: *mut libc::c_void) -> bool {
 }
 
 fn overlapping_subscriptions_are_watched_until_the_last_is_gone() {
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let recorder = Recorder::new();
     let page = page();
     let block = map(6 * page);
@@ -369,7 +370,7 @@ fn overlapping_subscriptions_are_watched_until_the_last_is_gone() {
         (subscribe(pages(0, 4)), subscribe(pages(2, 6)), subscribe(pages(3, 4)));
     let now = || (0..6).map(|index| watched(at(index))).collect::<Vec<_>>();
     assert_eq!(now(), [true; 6]);
-    let other = UserFaultFd::start().unwrap();
+    let other = start_userfaultfd();
     let elsewhere = range(map(page), page);
     monitor.unsubscribe(other.subscribe(elsewhere, Recorder::new()).unwrap());
     assert_eq!(monitor.subscriptions(), 3, "a subscription of another monitor ends nothing");
@@ -385,7 +386,7 @@ fn overlapping_subscriptions_are_watched_until_the_last_is_gone() {
 }
 
 fn remapped_memory_is_watched_again() {
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let recorder = Recorder::new();
     let page = page();
     let block = map(page);
@@ -406,7 +407,7 @@ fn remapped_memory_is_watched_again() {
 }
 
 fn moved_memory_is_not_watched_for_ever() {
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let recorder = Recorder::new();
     let page = page();
     let (block, elsewhere) = (map(page), map(page));
@@ -422,7 +423,7 @@ fn moved_memory_is_not_watched_for_ever() {
 }
 
 fn unwatchable_memory_is_refused_with_the_reason() {
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let page = page();
     let refused = |at, len| monitor.subscribe(range(at, len), Recorder::new()).unwrap_err();
     // SAFETY: the kernel chooses the addresses, so the new mappings replace no others.
@@ -452,7 +453,7 @@ fn unwatchable_memory_is_refused_with_the_reason() {
 }
 
 fn too_many_mappings_are_an_error_that_names_the_limit() {
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let page = page();
     let limit: usize =
         std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
@@ -492,7 +493,7 @@ fn too_many_mappings_are_an_error_that_names_the_limit() {
 }
 
 fn room_of_unmapped_foreign_memory_is_found_within_64_subscriptions() {
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let page = page();
     let limit: usize =
         std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
@@ -519,7 +520,7 @@ fn room_of_unmapped_foreign_memory_is_found_within_64_subscriptions() {
 }
 
 fn many_monitors_share_one_budget_of_mappings() {
-    let start = |count| -> Vec<_> { (0..count).map(|_| UserFaultFd::start().unwrap()).collect() };
+    let start = |count| -> Vec<_> { (0..count).map(|_| start_userfaultfd()).collect() };
     let monitors = start(20);
     let (page, most) = (page(), monitors[0].most_ranges());
     assert!(most > monitors.len());
@@ -579,7 +580,7 @@ fn many_monitors_share_one_budget_of_mappings() {
 }
 
 fn unmaps_of_uncached_memory_cost_bounded_memory() {
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     assert_eq!(
         notifications_of_uncached_unmaps(&*monitor),
         0,
@@ -588,7 +589,7 @@ fn unmaps_of_uncached_memory_cost_bounded_memory() {
 }
 
 fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let page = page();
     let block = map(page);
     let here = range(block, page);
@@ -605,7 +606,7 @@ fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
         // SAFETY: the child has its own copy of the reference count, and does not use the monitor
         // again.
         drop(unsafe { Arc::from_raw(Arc::as_ptr(&monitor)) });
-        let own = UserFaultFd::start().unwrap();
+        let own = start_userfaultfd();
         let at = map(page);
         let theirs = Recorder::new();
         let watched = own.subscribe(range(at, page), Arc::<Recorder>::clone(&theirs)).unwrap();
@@ -621,7 +622,7 @@ fn a_forked_child_is_disarmed_and_the_parent_undisturbed() {
 }
 
 fn dropped_monitor_blocks_no_thread_despite_a_child() {
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let page = page();
     let block = map(2 * page);
     monitor.subscribe(range(block, 2 * page), Recorder::new()).unwrap();
@@ -653,7 +654,7 @@ fn dropped_monitor_blocks_no_thread_despite_a_child() {
 fn dropping_during_unmaps_blocks_no_thread() {
     let page = page();
     for _ in 0..100 {
-        let monitor = UserFaultFd::start().unwrap();
+        let monitor = start_userfaultfd();
         thread::scope(|scope| {
             for _ in 0..3 {
                 let block = map(64 * page);
@@ -765,7 +766,7 @@ fn stale_hits(monitor: &dyn Monitor, rounds: usize) -> (u64, u64) {
 /// thread does.
 fn another_thread_can_get_a_stale_hit() {
     let rounds = 20_000;
-    let monitor = UserFaultFd::start().unwrap();
+    let monitor = start_userfaultfd();
     let (own, other) = stale_hits(&*monitor, rounds);
     println!(
         "userfaultfd: {own} stale hits of the thread that unmaps, {other} of another, in {rounds} \

@@ -23,7 +23,7 @@ use self::{
 };
 pub use self::{
     report::{Atomic, Report, Row, text},
-    stale::StaleRow,
+    stale::{StaleRow, check_deaf_monitor},
 };
 use crate::{
     Failure,

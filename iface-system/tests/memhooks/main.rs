@@ -14,7 +14,6 @@ mod subscribing;
 
 use calls::*;
 use forks::*;
-use hmem_iface_system::monitor::UserFaultFd;
 use patching::*;
 use subscribing::*;
 
@@ -68,11 +67,4 @@ fn observed(call: impl FnOnce() -> usize) -> (usize, i32) {
         let result = call();
         (result, *libc::__errno_location())
     }
-}
-
-fn need_userfaultfd() {
-    drop(
-        UserFaultFd::start()
-            .expect("this case makes munmap wait by a userfaultfd, which this machine must have"),
-    );
 }

@@ -16,7 +16,7 @@ use hmem_core::{
 };
 use hmem_iface_system::monitor::MemHooks;
 
-use crate::{ANONYMOUS, RW, monitors::*, need_userfaultfd, observed};
+use crate::{ANONYMOUS, RW, monitors::*, observed};
 
 /// Returns the address of a function of the C library.
 fn entry(name: &std::ffi::CStr) -> *mut u8 {
@@ -36,7 +36,6 @@ const PATCHED: [&std::ffi::CStr; 7] =
     [c"munmap", c"mmap", c"mremap", c"madvise", c"brk", c"shmat", c"shmdt"];
 
 pub(crate) fn thread_inside_a_call_survives_patch_and_unpatch() {
-    need_userfaultfd();
     let page = page();
     let blocked = |at: usize| {
         thread::spawn(move || {

@@ -16,10 +16,9 @@ use hmem_core::{
 };
 use hmem_iface_system::monitor::MemHooks;
 
-use crate::{RW, monitors::*, need_userfaultfd};
+use crate::{RW, monitors::*};
 
 pub(crate) fn subscribing_waits_for_a_change_in_flight() {
-    need_userfaultfd();
     let monitor = MemHooks::start().unwrap();
     let page = page();
     let (block, other) = (map(page), map(page));

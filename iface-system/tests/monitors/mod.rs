@@ -4,7 +4,7 @@
 
 use std::{
     env,
-    process::{Command, ExitCode},
+    process::{self, Command, ExitCode},
     ptr,
     sync::{
         Arc,
@@ -16,12 +16,16 @@ use hmem_core::{
     Address, AddressRange,
     monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor, TokenIssuer},
 };
-use libtest_mimic::{Arguments, Failed, Trial};
+use hmem_iface_system::monitor::UserFaultFd;
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 /// A test case: its name, its function, and true if only the slow tier of the CI runs it.
 pub type Case = (&'static str, fn(), bool);
 
 const CASE: &str = "HMEM_TEST_CASE";
+
+/// The exit status of a case that cannot run on this machine, and that printed the reason.
+const SKIPPED: i32 = 77;
 
 /// The main function of a test binary: runs each case as a test in a new process.
 pub fn run(cases: &[Case]) -> ExitCode {
@@ -34,11 +38,16 @@ pub fn run(cases: &[Case]) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let trials = cases.iter().map(|&(name, _, slow)| {
-        Trial::test(name, move || {
+        Trial::ignorable_test(name, move || {
             let own = env::current_exe().map_err(Failed::from)?;
             let output = Command::new(own).env(CASE, name).output().map_err(Failed::from)?;
-            if output.status.success() {
-                return Ok(());
+            match output.status.code() {
+                Some(0) => return Ok(Completion::Completed),
+                Some(SKIPPED) => {
+                    let reason = String::from_utf8_lossy(&output.stdout).into_owned();
+                    return Ok(Completion::ignored_with(reason));
+                }
+                _ => {}
             }
             let said = String::from_utf8_lossy(&output.stderr);
             Err(format!("{}\n{}{said}", output.status, String::from_utf8_lossy(&output.stdout))
@@ -227,22 +236,44 @@ pub fn forked(child: impl FnOnce()) -> i32 {
     status
 }
 
+/// Calls `userfaultfd(2)` for faults of user mode. Ends the case as skipped if the call fails.
+fn userfaultfd() -> i32 {
+    // SAFETY: the call only returns a new fd.
+    let fd =
+        unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | 1) };
+    if fd < 0 {
+        print!("userfaultfd: {}", std::io::Error::last_os_error());
+        process::exit(SKIPPED);
+    }
+    fd as i32
+}
+
+/// Ends the case as skipped if this process cannot use userfaultfd.
+pub fn need_userfaultfd() {
+    // SAFETY: the fd is new, and nothing else uses it.
+    unsafe { libc::close(userfaultfd()) };
+}
+
+/// Starts the monitor userfaultfd. Ends the case as skipped if this process cannot use userfaultfd.
+pub fn start_userfaultfd() -> Arc<UserFaultFd> {
+    need_userfaultfd();
+    UserFaultFd::start().unwrap()
+}
+
 /// A userfaultfd that watches a mapping of the test. A thread that unmaps the mapping is blocked
 /// until the test calls [`Blocker::release`].
 pub struct Blocker(i32);
 
 impl Blocker {
-    /// Watches `len` bytes at `at` with a new userfaultfd. Panics if the machine has no
-    /// userfaultfd.
+    /// Watches `len` bytes at `at` with a new userfaultfd. Ends the case as skipped if the machine
+    /// has no userfaultfd.
     pub fn new(at: *mut libc::c_void, len: usize) -> Self {
         const EVENT_UNMAP: u64 = 1 << 6;
         const MODE_MISSING: u64 = 1;
         // SAFETY: the ioctls are those of the new fd, the arrays have the layout of
         // linux/userfaultfd.h, and the mapping belongs to the test.
         unsafe {
-            let fd =
-                libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | 1) as i32;
-            assert!(fd >= 0, "userfaultfd: {}", std::io::Error::last_os_error());
+            let fd = userfaultfd();
             let mut api = [0xaa_u64, EVENT_UNMAP, 0];
             assert_eq!(libc::ioctl(fd, 0xc018_aa3f, api.as_mut_ptr()), 0);
             let mut register = [at.addr() as u64, len as u64, MODE_MISSING, 0];
