@@ -1,5 +1,8 @@
 //! The built command with fake Neuron and Gaudi libraries, which environment variables name.
 
+#[path = "../../tests/machine/mod.rs"]
+mod machine;
+
 use std::{
     path::PathBuf,
     process::{Command, Output},
@@ -49,8 +52,9 @@ fn info_lists_neuron_and_gaudi_devices_and_the_path_to_each_nic() {
     {
         assert!(text.contains(words), "{words} is not in:\n{text}");
     }
+    let pinned = machine::without_pinned_pages().map_or(" dma-buf", |_| "");
     for device in ["neuron:0", "neuron:1", "synapseai:0"] {
-        let paths = format!("{device} dma-buf dma-buf staged dma-buf");
+        let paths = format!("{device} dma-buf dma-buf staged{pinned}");
         assert!(text.contains(&paths), "{paths} is not in:\n{text}");
     }
 }

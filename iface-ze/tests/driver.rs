@@ -3,6 +3,8 @@
 
 #[path = "../../tests/child/mod.rs"]
 mod child;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
 
 use std::{
     collections::HashSet,
@@ -21,8 +23,74 @@ use hmem_iface_ze::{
     LevelZero,
     sys::{Functions, ZeResult},
 };
+use rustix::process::{PidfdFlags, PidfdGetfdFlags};
+use trials::{Outcome, skip, trials};
 
 const LEN: u64 = 256 << 10;
+
+trials! {
+    /// HM-04
+    every_missing_symbol_is_named,
+    /// HM-04
+    driver_that_does_not_start_is_unavailable_with_its_own_code,
+    /// HM-04
+    driver_without_devices_is_unavailable_and_keeps_no_context,
+    /// HM-01
+    device_numbers_follow_libfabric,
+    /// HM-01
+    device_other_than_a_gpu_is_omitted_and_numbers_stay,
+    /// HM-01
+    device_on_no_pci_bus_is_listed_without_a_bus_id,
+    /// HM-05
+    device_out_of_range_is_an_invalid_argument,
+    /// HM-01
+    failed_query_is_an_error_with_the_drivers_code_and_the_address,
+    /// HM-01 MON-07
+    pooled_memory_of_the_application_is_recognised,
+    /// HM-01 MON-07
+    pooled_memory_of_the_iface_has_its_own_identities,
+    /// HM-06
+    exports_are_owned_fds_and_every_fd_is_released,
+    /// HM-06
+    concurrent_exports_of_one_allocation_are_serialised,
+    /// HM-06
+    fds_stay_open_if_the_memory_is_replaced_during_its_export,
+    /// HM-06
+    export_with_a_foreign_fd_is_refused_and_the_fd_stays_open,
+    /// HM-06
+    dma_buf_of_one_tile_is_refused_and_released,
+    /// HM-08
+    host_and_shared_memory_are_not_exported_as_device_memory,
+    /// HM-09
+    pcie_mapping_is_unsupported_and_not_listed,
+    /// HM-01
+    memory_freed_without_the_iface_is_unknown_and_not_exported,
+    /// HM-03
+    copies_pass_the_device_accessible_memory_only,
+    /// HM-03
+    failed_wait_between_devices_is_repeated_once,
+    /// HM-03
+    started_copy_is_done_only_when_its_bytes_have_arrived,
+    /// HM-10
+    ipc_handle_of_freed_memory_or_of_another_iface_is_refused,
+    /// HM-10
+    ipc_handle_opens_in_another_process,
+    /// HM-04
+    close_with_live_memory_is_busy_and_returns_the_iface,
+    /// REL-01
+    refused_close_keeps_the_contexts_that_were_not_destroyed,
+    /// REL-01
+    fault_at_every_call_leaves_nothing_and_the_next_call_works,
+}
+
+/// Returns a skip if this process cannot duplicate fds of processes, which opening an IPC handle
+/// needs.
+fn need_pidfd_getfd() -> Outcome {
+    let own = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty());
+    let own = own.expect("a pidfd of this process");
+    let again = rustix::process::pidfd_getfd(&own, own.as_raw_fd(), PidfdGetfdFlags::empty());
+    skip(again.err().map(|errno| format!("pidfd_getfd: {errno}")))
+}
 
 fn open(driver: &FakeDriver) -> Result<LevelZero> {
     // SAFETY: each function has the signature of its name in `ze_api.h`, and functions live
@@ -62,8 +130,6 @@ fn close(iface: Arc<LevelZero>) {
     Arc::into_inner(iface).expect("the last user").close().expect("close");
 }
 
-/// HM-04
-#[test]
 fn every_missing_symbol_is_named() {
     let driver = FakeDriver::start(Profile::default());
     for missing in Functions::SYMBOLS {
@@ -82,8 +148,6 @@ fn every_missing_symbol_is_named() {
     }
 }
 
-/// HM-04
-#[test]
 fn driver_that_does_not_start_is_unavailable_with_its_own_code() {
     let driver = FakeDriver::start(Profile::default());
     for (code, word) in [
@@ -100,8 +164,6 @@ fn driver_that_does_not_start_is_unavailable_with_its_own_code() {
     }
 }
 
-/// HM-04
-#[test]
 fn driver_without_devices_is_unavailable_and_keeps_no_context() {
     let driver = FakeDriver::start(Profile { devices: 0, ..Profile::default() });
     let error = open(&driver).expect_err("no device");
@@ -110,8 +172,6 @@ fn driver_without_devices_is_unavailable_and_keeps_no_context() {
     assert_eq!(driver.live(), Live::default());
 }
 
-/// HM-01
-#[test]
 fn device_numbers_follow_libfabric() {
     let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
     let devices = iface.devices().expect("devices");
@@ -135,16 +195,12 @@ fn device_numbers_follow_libfabric() {
     assert_eq!(driver.live(), Live::default());
 }
 
-/// HM-01
-#[test]
 fn device_other_than_a_gpu_is_omitted_and_numbers_stay() {
     let (_driver, iface) = start(Profile { first: 5, ..Profile::default() });
     let devices = iface.devices().expect("devices");
     assert_eq!(devices.iter().map(|device| device.id.0).collect::<Vec<_>>(), [1]);
 }
 
-/// HM-01
-#[test]
 fn device_on_no_pci_bus_is_listed_without_a_bus_id() {
     let pci = ZeResult::ZE_RESULT_ERROR_UNINITIALIZED;
     let (_driver, iface) = start(Profile { pci, ..Profile::default() });
@@ -152,8 +208,6 @@ fn device_on_no_pci_bus_is_listed_without_a_bus_id() {
     assert_eq!((devices.len(), devices[0].pci_bus_id.as_deref()), (2, None));
 }
 
-/// HM-05
-#[test]
 fn device_out_of_range_is_an_invalid_argument() {
     let (_driver, iface) = start(Profile::default());
     for device in [DeviceId(2), DeviceId(1 << 16), DeviceId(u32::MAX)] {
@@ -164,8 +218,6 @@ fn device_out_of_range_is_an_invalid_argument() {
     }
 }
 
-/// HM-01
-#[test]
 fn failed_query_is_an_error_with_the_drivers_code_and_the_address() {
     let (driver, iface) = start(Profile::default());
     for (code, kind) in [
@@ -182,12 +234,9 @@ fn failed_query_is_an_error_with_the_drivers_code_and_the_address() {
     }
 }
 
-/// HM-01 MON-07
-///
 /// Each allocation from a pool of the driver has its own range, and free parts of the pool belong
 /// to no allocation. The iface neither exports nor watches the application's memory from a pool. It
 /// exports and watches the application's larger allocations.
-#[test]
 fn pooled_memory_of_the_application_is_recognised() {
     let (driver, iface) = start(Profile::default());
     let monitor = iface.start_monitor().expect("a monitor");
@@ -246,11 +295,8 @@ impl hmem_core::monitor::Invalidator for IgnoringSubscriber {
     fn open_gate(&self, _: hmem_core::monitor::GateToken) {}
 }
 
-/// HM-01 MON-07
-///
 /// The driver takes small host allocations of the iface from a pool too. The iface's table of its
 /// own allocations shows when one is freed.
-#[test]
 fn pooled_memory_of_the_iface_has_its_own_identities() {
     let (_driver, iface) = start(Profile::default());
     let monitor = iface.start_monitor().expect("a monitor");
@@ -271,12 +317,9 @@ fn pooled_memory_of_the_iface_has_its_own_identities() {
     assert!(reused > 40, "the address was reused {reused} times");
 }
 
-/// HM-06
-///
 /// The driver exports whole allocations, so that the offset in the dma-buf is the offset in the
 /// allocation. Every fd is released, both with new drivers, which have a call to return an fd, and
 /// with old drivers, which lack that call.
-#[test]
 fn exports_are_owned_fds_and_every_fd_is_released() {
     // The last profile is an old driver behind a new loader.
     let behind_new_loader = Profile { absent: Vec::new(), ..Profile::old() };
@@ -310,11 +353,8 @@ fn exports_are_owned_fds_and_every_fd_is_released() {
     }
 }
 
-/// HM-06
-///
 /// A driver may share one fd among the exports of an allocation, and close it when one of these
 /// exports returns it. So a second export waits until the first one has returned the fd.
-#[test]
 fn concurrent_exports_of_one_allocation_are_serialised() {
     let (driver, iface) = start(Profile { first_put_closes: true, ..Profile::default() });
     let buffer = buffer(&iface, AllocationKind::Device);
@@ -396,12 +436,9 @@ mod replaced {
     }
 }
 
-/// HM-06
-///
 /// If the driver has no call to return an fd, the iface exports the memory a second time, to find
 /// out if the driver opens an fd for each export. If other memory has replaced the first at the
 /// address, the two exports are of different allocations. The iface then closes neither fd.
-#[test]
 fn fds_stay_open_if_the_memory_is_replaced_during_its_export() {
     let absent = vec!["zeMemGetIpcHandleFromFileDescriptorExp", "zeMemPutIpcHandle"];
     let profile = Profile { absent, pools: false, ..Profile::default() };
@@ -424,11 +461,8 @@ fn fds_stay_open_if_the_memory_is_replaced_during_its_export() {
     driver.free_elsewhere(allocation.base().0);
 }
 
-/// HM-06
-///
 /// The device exports nothing, but its driver reports success and the fd of another file. The fd is
 /// neither used nor closed.
-#[test]
 fn export_with_a_foreign_fd_is_refused_and_the_fd_stays_open() {
     let (driver, iface) = start(Profile::without_exports());
     assert!(!iface.capability().dma_buf);
@@ -462,8 +496,6 @@ fn export_with_a_foreign_fd_is_refused_and_the_fd_stays_open() {
     }
 }
 
-/// HM-06
-#[test]
 fn dma_buf_of_one_tile_is_refused_and_released() {
     let (driver, iface) = start(Profile { tiles: true, ..Profile::default() });
     let buffer = buffer(&iface, AllocationKind::Device);
@@ -474,8 +506,6 @@ fn dma_buf_of_one_tile_is_refused_and_released() {
     assert_eq!(driver.live().exports, 0);
 }
 
-/// HM-08
-#[test]
 fn host_and_shared_memory_are_not_exported_as_device_memory() {
     let (_driver, iface) = start(Profile::default());
     for (kind, word) in
@@ -489,11 +519,8 @@ fn host_and_shared_memory_are_not_exported_as_device_memory() {
     }
 }
 
-/// HM-09
-///
 /// Level Zero has only the default mapping. The PCIe mapping is not listed. An export with it is
 /// refused, and the error names the mapping.
-#[test]
 fn pcie_mapping_is_unsupported_and_not_listed() {
     let (driver, iface) = start(Profile::default());
     assert!(!iface.capability().pcie_mapping);
@@ -503,8 +530,6 @@ fn pcie_mapping_is_unsupported_and_not_listed() {
     assert_eq!(driver.live().exports, 0);
 }
 
-/// HM-01
-#[test]
 fn memory_freed_without_the_iface_is_unknown_and_not_exported() {
     let (driver, iface) = start(Profile::default());
     let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
@@ -524,11 +549,8 @@ fn memory_freed_without_the_iface_is_unknown_and_not_exported() {
     assert_eq!(driver.live().undefined, 0);
 }
 
-/// HM-03
-///
 /// The iface passes the driver no copy of memory that the device cannot access, and no copy between
 /// overlapping ranges. The fake counts these copies.
-#[test]
 fn copies_pass_the_device_accessible_memory_only() {
     let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
     let on = |device| AllocRequest { device: DeviceId(device), ..request(AllocationKind::Device) };
@@ -573,11 +595,8 @@ fn copies_pass_the_device_accessible_memory_only() {
     assert_eq!(driver.live(), Live::default());
 }
 
-/// HM-03
-///
 /// A copy between devices uses the command lists of two lanes. After a failed wait, the iface waits
 /// again only for the lane with a copy in flight.
-#[test]
 fn failed_wait_between_devices_is_repeated_once() {
     let (driver, iface) = start(Profile::default());
     let on = |device| AllocRequest { device: DeviceId(device), ..request(AllocationKind::Device) };
@@ -597,8 +616,6 @@ fn failed_wait_between_devices_is_repeated_once() {
     assert_eq!(driver.live(), Live::default());
 }
 
-/// HM-03
-#[test]
 fn started_copy_is_done_only_when_its_bytes_have_arrived() {
     let (driver, iface) = start(Profile::default());
     let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
@@ -626,9 +643,8 @@ fn started_copy_is_done_only_when_its_bytes_have_arrived() {
     assert_eq!(driver.live(), Live::default());
 }
 
-/// HM-10
-#[test]
-fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() {
+fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() -> Outcome {
+    need_pidfd_getfd()?;
     let (driver, iface) = start(Profile::default());
     let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
     let before = open_fds(&driver);
@@ -660,13 +676,12 @@ fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() {
     unsafe { iface.free(&host) }.expect("free");
     close(iface);
     assert_eq!(driver.live(), Live::default());
+    Ok(())
 }
 
-/// HM-10
-///
 /// A child process opens the handle. The test allows the child to trace its parent.
-#[test]
-fn ipc_handle_opens_in_another_process() {
+fn ipc_handle_opens_in_another_process() -> Outcome {
+    need_pidfd_getfd()?;
     const NAME: &str = "ipc_handle_opens_in_another_process";
     const HANDLE: &str = "HMEM_ZE_TEST_HANDLE";
     let bytes: Vec<u8> = (0..LEN).map(|at| (at * 3) as u8).collect();
@@ -688,7 +703,7 @@ fn ipc_handle_opens_in_another_process() {
         assert_eq!(open_fds(&driver), before, "no fd is left");
         close(iface);
         assert_eq!(driver.live(), Live::default());
-        return;
+        return Ok(());
     }
     // Under Yama the child may duplicate fds only if its parent allows it.
     rustix::process::set_ptracer(rustix::process::PTracer::Any).unwrap_or_default();
@@ -701,10 +716,9 @@ fn ipc_handle_opens_in_another_process() {
     let mut found = [0; 16];
     buffer.read(0, &mut found).expect("read");
     assert_eq!(found, [0xEE; 16], "bytes of the other process");
+    Ok(())
 }
 
-/// HM-04
-#[test]
 fn close_with_live_memory_is_busy_and_returns_the_iface() {
     let (driver, iface) = start(Profile::default());
     let allocation = iface.allocate(&request(AllocationKind::Device)).expect("allocate");
@@ -721,11 +735,8 @@ fn close_with_live_memory_is_busy_and_returns_the_iface() {
     assert_eq!(driver.live(), Live::default());
 }
 
-/// REL-01
-///
 /// After a refused close, devices whose context was not destroyed still work, and the iface can be
 /// closed again.
-#[test]
 fn refused_close_keeps_the_contexts_that_were_not_destroyed() {
     let (driver, iface) = start(Profile { drivers: 2, ..Profile::default() });
     driver.fail_nth("zeContextDestroy", 2, ZeResult::ZE_RESULT_ERROR_HANDLE_OBJECT_IN_USE);
@@ -741,12 +752,10 @@ fn refused_close_keeps_the_contexts_that_were_not_destroyed() {
     assert_eq!(driver.live(), Live::default());
 }
 
-/// REL-01
-///
 /// Every call of the driver fails in turn, at its first use and at later ones. The caller gets the
 /// error and nothing is leaked. Then the same work succeeds.
-#[test]
-fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
+fn fault_at_every_call_leaves_nothing_and_the_next_call_works() -> Outcome {
+    need_pidfd_getfd()?;
     let codes = [
         ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY,
         ZeResult::ZE_RESULT_ERROR_DEVICE_LOST,
@@ -790,6 +799,7 @@ fn fault_at_every_call_leaves_nothing_and_the_next_call_works() {
         let harmless = ["zeDevicePciGetPropertiesExt", "zeEventQueryStatus"];
         assert!(refused.contains(symbol) || harmless.contains(symbol), "{symbol} never failed");
     }
+    Ok(())
 }
 
 /// Opens an iface, uses each of its operations, and closes it. Releases everything even if a call
