@@ -7,7 +7,7 @@ mod trials;
 use hmem_core::MrMode;
 use hmem_provider_loopback::{Loopback, RemapPolicy};
 use support::*;
-use trials::{Outcome, Skipped, trials};
+use trials::{Outcome, Skipped, skip, trials};
 
 trials! {
     /// MR-05
@@ -15,6 +15,7 @@ trials! {
 }
 
 fn more_regions_than_the_buffer_table_of_one_io_uring_are_pinned() -> Outcome {
+    skip(without_pinned_pages())?;
     let provider = Loopback::builder().remap_policy(RemapPolicy::Pinned).build().unwrap();
     let domain = domain(&provider, MrMode::empty());
     let buffer = Buffer::new(100);

@@ -4,6 +4,8 @@
 #[path = "support/copied_device.rs"]
 mod copied_device;
 mod support;
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
 
 use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
@@ -24,6 +26,31 @@ use rustix::{
     param::page_size,
 };
 use support::*;
+use trials::{Outcome, skip, trials};
+
+trials! {
+    pinned_regions_keep_old_pages_and_others_follow_mappings,
+    /// CACHE-13
+    forked_child_cannot_use_or_close_the_parents_domain,
+    pinned_memory_larger_than_the_scratch_file_is_copied,
+    pinned_region_needs_pages_and_unpins_them_at_close,
+    /// MODE-06
+    allocated_mode_takes_read_only_pages_that_nobody_writes,
+    /// MODE-08
+    sub_region_allows_only_announced_pages_of_its_base,
+    /// MODE-08
+    mmu_notify_applies_to_each_range_of_a_region,
+    /// MODE-08
+    refresh_waits_for_a_transfer_in_flight,
+    imported_file_is_accessed_at_exactly_its_bytes,
+    file_that_shrinks_fails_the_transfer,
+    refused_file_import_names_the_reason,
+    file_import_needs_a_readable_fd_without_append,
+    staged_memory_is_copied_in_chunks_and_refuses_atomics,
+    atomics_through_different_mappings_are_atomic_together,
+    /// MR-09
+    atomic_across_two_pieces_is_refused,
+}
 
 /// Anonymous pages. A test can remap them at the same addresses.
 struct Pages {
@@ -129,9 +156,9 @@ fn file(fd: &OwnedFd, offset: u64, len: u64) -> Piece<'_> {
     }
 }
 
-#[test]
-fn pinned_regions_keep_old_pages_and_others_follow_mappings() {
-    for memory in [RemapPolicy::Pinned, RemapPolicy::Follow] {
+fn pinned_regions_keep_old_pages_and_others_follow_mappings() -> Outcome {
+    skip(without_pinned_pages())?;
+    for memory in policies() {
         let pair = pair(memory, MrMode::empty());
         let pages = Pages::new(3);
         for at in 0..pages.len {
@@ -158,17 +185,17 @@ fn pinned_regions_keep_old_pages_and_others_follow_mappings() {
         assert_eq!((back.get(0), back.get(100)), (0, 2));
         pair.there.domain.deregister(region).unwrap();
     }
+    Ok(())
 }
 
-/// CACHE-13
-#[test]
 fn forked_child_cannot_use_or_close_the_parents_domain() {
     let kinds = [
         (Progress::ByHand, RemapPolicy::Pinned),
         (Progress::ByHand, RemapPolicy::Follow),
         (Progress::Thread, RemapPolicy::Follow),
     ];
-    for (progress, memory) in kinds {
+    let policies = policies();
+    for (progress, memory) in kinds.into_iter().filter(|(_, memory)| policies.contains(memory)) {
         let provider = Loopback::builder().remap_policy(memory).progress(progress).build().unwrap();
         let domain = domain(&provider, MrMode::empty());
         let pages = Pages::new(2);
@@ -238,8 +265,8 @@ fn forked_child_cannot_use_or_close_the_parents_domain() {
     }
 }
 
-#[test]
-fn pinned_memory_larger_than_the_scratch_file_is_copied() {
+fn pinned_memory_larger_than_the_scratch_file_is_copied() -> Outcome {
+    skip(without_pinned_pages())?;
     let pair = pair(RemapPolicy::Pinned, MrMode::empty());
     let len = (3 << 20) + 12_345;
     let target = Buffer::new(len);
@@ -250,10 +277,11 @@ fn pinned_memory_larger_than_the_scratch_file_is_copied() {
     let back = Buffer::new(len - 7);
     pair.here.read(pair.to, &[back.whole()], &remote(region, len as u64), 3).unwrap();
     assert!(target.bytes()[3..len - 4] == source.bytes()[..] && back.bytes() == source.bytes());
+    Ok(())
 }
 
-#[test]
-fn pinned_region_needs_pages_and_unpins_them_at_close() {
+fn pinned_region_needs_pages_and_unpins_them_at_close() -> Outcome {
+    skip(without_pinned_pages())?;
     let provider = Loopback::builder().remap_policy(RemapPolicy::Pinned).build().unwrap();
     let domain = domain(&provider, MrMode::empty());
     let pages = Pages::new(3);
@@ -267,10 +295,9 @@ fn pinned_region_needs_pages_and_unpins_them_at_close() {
     let region = RegAttr::key(1).register(&*domain, &[host(buffer.range(), false)]).unwrap();
     domain.deregister(region).unwrap();
     assert_eq!(domain.live().bytes, 0);
+    Ok(())
 }
 
-/// MODE-06
-#[test]
 fn allocated_mode_takes_read_only_pages_that_nobody_writes() {
     let domain = domain(&Loopback::builder().build().unwrap(), MrMode::ALLOCATED);
     let pages = Pages::new(3);
@@ -279,13 +306,10 @@ fn allocated_mode_takes_read_only_pages_that_nobody_writes() {
     reads.register(&*domain, &[host(pages.range(), false)]).unwrap();
 }
 
-/// MODE-08
-///
 /// A sub-region can use pages that the application announced for its base, before or after it
 /// registered the sub-region.
-#[test]
 fn sub_region_allows_only_announced_pages_of_its_base() {
-    for memory in [RemapPolicy::Follow, RemapPolicy::Pinned] {
+    for memory in policies() {
         for vectored in [false, true] {
             let pair = pair(memory, MrMode::MMU_NOTIFY);
             let pages = Pages::new(4);
@@ -333,10 +357,8 @@ fn sub_region_allows_only_announced_pages_of_its_base() {
     }
 }
 
-/// MODE-08
-#[test]
 fn mmu_notify_applies_to_each_range_of_a_region() {
-    for memory in [RemapPolicy::Follow, RemapPolicy::Pinned] {
+    for memory in policies() {
         for addressing in [Addressing::ZeroBased, Addressing::Virtual] {
             let pair = pair(memory, MrMode::MMU_NOTIFY);
             let ranges = [Pages::new(2), Pages::new(2)];
@@ -387,10 +409,7 @@ fn mmu_notify_applies_to_each_range_of_a_region() {
     }
 }
 
-/// MODE-08
-///
 /// A refresh of a region or its sub-region waits for a transfer in flight through either of them.
-#[test]
 fn refresh_waits_for_a_transfer_in_flight() {
     for (transferred, refreshed) in [(0, 0), (1, 0), (2, 0), (0, 1), (1, 2), (3, 2)] {
         let faults = Faults::new();
@@ -434,7 +453,6 @@ fn refresh_waits_for_a_transfer_in_flight() {
     }
 }
 
-#[test]
 fn imported_file_is_accessed_at_exactly_its_bytes() {
     for seals in [SealFlags::empty(), SealFlags::SHRINK, SealFlags::SHRINK | SealFlags::GROW] {
         let pair = pair(RemapPolicy::Follow, MrMode::empty());
@@ -463,7 +481,6 @@ fn imported_file_is_accessed_at_exactly_its_bytes() {
     }
 }
 
-#[test]
 fn file_that_shrinks_fails_the_transfer() {
     let pair = pair(RemapPolicy::Follow, MrMode::empty());
     let fd = memfd(2 * page_size() as u64, SealFlags::empty());
@@ -485,7 +502,6 @@ fn file_that_shrinks_fails_the_transfer() {
     pair.here.write(pair.to, &[here.whole()], &key, 0).unwrap();
 }
 
-#[test]
 fn refused_file_import_names_the_reason() {
     let domain = domain(&Loopback::builder().build().unwrap(), MrMode::empty());
     let fd = memfd(page_size() as u64, SealFlags::SHRINK);
@@ -507,7 +523,6 @@ fn refused_file_import_names_the_reason() {
     assert_eq!(domain.live().regions, 1);
 }
 
-#[test]
 fn file_import_needs_a_readable_fd_without_append() {
     let pair = pair(RemapPolicy::Follow, MrMode::empty());
     let domain = &*pair.there.domain;
@@ -570,7 +585,6 @@ impl Copies for Device {
     }
 }
 
-#[test]
 fn staged_memory_is_copied_in_chunks_and_refuses_atomics() {
     let pair = pair(RemapPolicy::Follow, MrMode::empty());
     let len = (1 << 20) + 77;
@@ -600,7 +614,6 @@ fn staged_memory_is_copied_in_chunks_and_refuses_atomics() {
     assert_eq!(device.copies.0.lock().unwrap()[1000..1010], source.bytes()[..10]);
 }
 
-#[test]
 fn atomics_through_different_mappings_are_atomic_together() {
     let pair = pair(RemapPolicy::Follow, MrMode::empty());
     let target = Buffer::new(64);
@@ -630,8 +643,6 @@ fn atomics_through_different_mappings_are_atomic_together() {
     assert_eq!(target.u64_at(8), 4 * rounds as u64);
 }
 
-/// MR-09
-#[test]
 fn atomic_across_two_pieces_is_refused() {
     for owned in [true, false] {
         let pair = pair(RemapPolicy::Follow, MrMode::empty());

@@ -11,7 +11,7 @@ use hmem_core::{
     transfer::{LocalSegment, Operation, RemoteSegment},
 };
 use hmem_p2p::path::DefaultPathSelector;
-use hmem_provider_loopback::{Loopback, Progress, RemapPolicy};
+use hmem_provider_loopback::{Loopback, Progress};
 use support::*;
 
 fn pair(mode: MrMode) -> Pair {
@@ -131,7 +131,7 @@ fn endpoints_that_wrote_to_each_other_are_freed() {
 /// the bytes at these offsets.
 #[test]
 fn zero_based_region_is_addressed_from_0_on_both_sides() {
-    for memory in [RemapPolicy::Follow, RemapPolicy::Pinned] {
+    for memory in policies() {
         let provider = Loopback::builder().remap_policy(memory).build().unwrap();
         let selector = Arc::new(DefaultPathSelector::new());
         let attr = DomainAttr::default();

@@ -17,7 +17,7 @@ use hmem_core::{
         WorkRequest,
     },
 };
-use hmem_provider_loopback::Loopback;
+use hmem_provider_loopback::{Loopback, RemapPolicy};
 
 /// Returns every right except COLLECTIVE.
 pub(crate) fn all_rights() -> Access {
@@ -34,6 +34,19 @@ pub(crate) fn request(mode: MrMode) -> DomainRequest {
         registry: Arc::new(Registry::new()),
         staging: StagingAttr::default(),
     }
+}
+
+/// Returns the reason why this process cannot pin pages, or `None` if it can.
+pub(crate) fn without_pinned_pages() -> Option<String> {
+    let pinned = Loopback::builder().remap_policy(RemapPolicy::Pinned).build().unwrap();
+    let error = pinned.open_domain(&request(MrMode::empty())).err();
+    error.filter(|error| error.kind() == ErrorKind::Unavailable).map(|error| error.to_string())
+}
+
+/// Returns the policies that this process can use: without io_uring, no page can be pinned.
+pub(crate) fn policies() -> Vec<RemapPolicy> {
+    let pinned = without_pinned_pages().is_none().then_some(RemapPolicy::Pinned);
+    [RemapPolicy::Follow].into_iter().chain(pinned).collect()
 }
 
 /// Opens a domain on the first NIC.
