@@ -182,6 +182,11 @@ const TASKS: &[Task] = &[
         steps: &[step(&["tests/sanitizers/run"])],
     },
     Task {
+        name: "mutants",
+        about: "the tests against a list of faults, one at a time (arguments: see --help)",
+        steps: &[step(&["tests/mutants/run"])],
+    },
+    Task {
         name: "fuzz",
         about: "fuzzes every parser of outside bytes, 10 minutes each (arguments: see --help)",
         steps: &[step(&["fuzz/run"])],
