@@ -14,9 +14,10 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, Allocation, AllocationKind, Batch, CacheAttr, DeviceBuffer,
-    DeviceId, Domain, DomainAttr, DomainBindFlags, Error, Hmem, Iface, IfaceKind, MrFlags, Promise,
-    Raw, Request, Result,
+    Access, Address, AddressRange, Allocation, AllocationId, AllocationKind, Batch, CacheAttr,
+    DeviceBuffer, DeviceId, Domain, DomainAttr, DomainBindFlags, Error, ErrorKind, Hmem, Iface,
+    IfaceKind, MrFlags, Promise, Raw, Request, Result,
+    cache::UncachedReason,
     event_queue::EventQueue,
     fabric::{self, MrAttr},
     iface::{
@@ -43,6 +44,8 @@ fn page_size() -> u64 {
 struct Counting {
     device: Simulated,
     queries: AtomicU64,
+    /// The number of the first query that finds other memory at each address.
+    replaced_at: AtomicU64,
 }
 
 // SAFETY: each answer and facet comes from the simulated device.
@@ -60,8 +63,13 @@ unsafe impl Iface for Counting {
     }
 
     fn query(&self, address: Address) -> Result<Option<Allocation>> {
-        self.queries.fetch_add(1, Ordering::Relaxed);
-        self.device.query(address)
+        let number = self.queries.fetch_add(1, Ordering::Relaxed);
+        let is_replaced = number >= self.replaced_at.load(Ordering::Relaxed);
+        let answer = self.device.query(address)?;
+        Ok(answer.map(|before| {
+            let id = AllocationId(before.id.0 + u64::from(is_replaced));
+            Allocation { id, ..before }
+        }))
     }
 
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
@@ -160,7 +168,8 @@ impl Fixture {
             let builder = Simulated::builder().kind(IfaceKind(number)).window(1 << 32);
             let builder = builder.name(format!("simulated-{number:#x}"));
             let device = builder.dma_buf(DmaBufKind::MemFd).build().expect("a simulated device");
-            Arc::new(Counting { device, queries: AtomicU64::new(0) })
+            let (queries, replaced_at) = (AtomicU64::new(0), AtomicU64::new(u64::MAX));
+            Arc::new(Counting { device, queries, replaced_at })
         };
         let ifaces = [iface(0x100), iface(0x101)];
         let nics = Loopback::builder().nic("loop0").nic("loop1").build().expect("a fabric");
@@ -319,6 +328,29 @@ fn each_iface_is_queried_as_often_as_the_table_says() {
         }
     }
     assert!(wrong.is_empty(), "{wrong}");
+}
+
+/// CACHE-09
+#[test]
+fn memory_that_is_replaced_during_a_miss_is_not_cached() {
+    let fixture = Fixture::new();
+    let iface = &fixture.ifaces[1];
+    let owner: Arc<dyn Iface> = Arc::clone(iface) as _;
+    let request =
+        AllocRequest { len: page_size(), device: DeviceId(0), kind: AllocationKind::Device };
+    let buffer = DeviceBuffer::allocate(&owner, &request).expect("device memory");
+    let domain = fixture.domain("loop0");
+    // SAFETY: the buffer outlives the domain, and nothing refers to its bytes.
+    let memory = unsafe { Raw::new(buffer.allocation().range, Promise::ReadWrite) };
+    // The first query finds the owner, and the second one follows the subscription.
+    iface.replaced_at.store(iface.queries.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    let region = domain.cache().expect("a cache").get(memory, REMOTE).expect("registered");
+    let reason = region.lease().uncached_reason().expect("uncached");
+    assert!(
+        matches!(reason, UncachedReason::Unwatched(why) if why.kind() == ErrorKind::BadAddress),
+        "{reason:?}"
+    );
+    assert_eq!(iface.device.stats().subscriptions, 0);
 }
 
 /// HM-01 HM-06

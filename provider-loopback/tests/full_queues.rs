@@ -10,7 +10,7 @@ use std::{
 
 use hmem_core::{
     Errno, ErrorKind, MrMode, Result,
-    provider::CompletionQueue,
+    provider::{CompletionQueue, WindowType},
     transfer::{Completion, CompletionKind, Operation, RemoteSegment},
 };
 use hmem_provider_loopback::{Faults, Loopback, NicCall, Progress};
@@ -95,6 +95,11 @@ fn refused_posts_take_no_entry() {
         (attr.tx_cq, attr.rx_cq) = (Arc::clone(&cq), Arc::clone(&cq));
         attr.depth = 1;
     });
+    let window = domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
+    for _ in 0..10 {
+        // Windows of type 1 are not invalidated.
+        refused(post(&end, Operation::InvalidateWindow { window }, 0), ErrorKind::BadState);
+    }
     post(&end, SEND, 0).unwrap();
     post(&end, RECEIVE, 1).unwrap();
     for _ in 0..10 {

@@ -231,6 +231,7 @@ mod tests {
         // All preferred slots are claimed, so these invalidations claim overflow slots.
         begun.extend((0..OVERFLOW).map(|_| active.begin(start, last, InvalidationCause::Replace)));
         assert_eq!(active.overlapping(start, start), Some(InvalidationCause::Replace));
+        assert_eq!(active.overlapping(last, last), Some(InvalidationCause::Replace));
         assert_eq!(active.overlapping(last + 1, u64::MAX - 1), None);
         begun.into_iter().for_each(|slot| active.end(slot));
         assert_eq!(active.overlapping(0, u64::MAX), None);
