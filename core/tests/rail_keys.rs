@@ -123,6 +123,9 @@ fn invalid_rail_lists_are_refused_by_sender_and_receiver() {
         assert!(error.context_value("why").unwrap().starts_with(what), "{error}");
         assert!(error.remedy_text().is_some());
     }
+    let other = Nic { provider: "loopback".into(), ..nic("a") };
+    let both = RailKeys::new(vec![rail("a"), RailKey::new(other, key.clone())]);
+    assert_eq!(both.expect("NICs of two providers may share a name").rails().len(), 2);
     // An empty list with a valid checksum, as another implementation might send it.
     let body = b"hmRL\x01\x00";
     let sum = crc32fast::hash(body).to_le_bytes();

@@ -397,6 +397,11 @@ pub(super) fn single_use_key_works_once(case: &Case) {
     assert_eq!(write.expect("the first use"), 64);
     let added = link.fetch_add(&key, 0, 1);
     case.assert_refused(added, ErrorKind::InvalidKey, "an atomic after the first use");
+    if !case.staged() && link.need_atomics().is_ok() {
+        let (_region, key) = single();
+        link.fetch_add(&key, 0, 1).expect("the first use");
+        case.assert_refused(link.pull(&key, 0, 1), ErrorKind::InvalidKey, "an access");
+    }
 
     // An access without its right is no use. The region's own side may use its memory.
     let attr = mr_attr(&ranges, Access::REMOTE_WRITE | Access::SEND);

@@ -108,7 +108,8 @@ pub(super) fn requested_key_in_use_is_refused(case: &Case) {
 /// Both domains have the authorization key `ours`. The initiator's endpoint has `ours`, the
 /// domain's default, or `theirs`.
 pub(super) fn peers_need_the_auth_key_of_the_region(case: &Case) -> Outcome {
-    let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
+    // The keys have one length, so that only their bytes differ.
+    let (ours, theirs) = (AuthKey(b"our key".to_vec()), AuthKey(b"another".to_vec()));
     for (endpoint, reaches_ours) in
         [(Some(ours.clone()), true), (None, true), (Some(theirs.clone()), false)]
     {
