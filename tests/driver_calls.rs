@@ -236,6 +236,8 @@ fn domain_whose_transfers_may_not_call_drivers_needs_descriptors() {
         let error = fixture.hmem.domain("loopback", offered).expect_err("LOCAL is missing");
         assert_eq!(error.kind(), ErrorKind::ModeMismatch, "{error}");
         assert_eq!(error.context_value("bits"), Some("LOCAL"), "{error}");
+        let why = error.context_value("why").unwrap_or_default();
+        assert!(why.contains("transfers may not call drivers"), "{error}");
         assert!(error.remedy_text().is_some(), "{error}");
         fixture.hmem.domain("loopback", DomainAttr { mr_mode, ..attr(true) }).expect("opens");
     }

@@ -660,6 +660,10 @@ fn raw_key_is_whole_and_mapped_once() {
     let virtual_addresses = Addressing::Virtual;
     world.refuses(ErrorKind::Malformed, || facet.map_raw(Iova(0), 64, virtual_addresses, &cut));
     let mapped = world.domain.map_raw(Iova(0), 64, &key).expect("maps");
+    // A peer's key that was not mapped may have the same number.
+    let number = mapped.as_u64().expect("one number");
+    let other = RemoteKey::new(virtual_addresses, Iova(0), 64, number);
+    world.refuses(ErrorKind::InvalidKey, || world.domain.unmap_key(&other));
     world.domain.unmap_key(&mapped).expect("unmaps");
     world.refuses(ErrorKind::InvalidKey, || world.domain.unmap_key(&mapped));
     world.refuses(ErrorKind::InvalidKey, || facet.unmap_key(&mapped));

@@ -964,6 +964,60 @@ fn memory_of_a_dropped_cached_buffer_outlives_its_regions() {
     assert_eq!((ends.load(Ordering::SeqCst), net.regions()), (2, 0));
 }
 
+/// Host memory that the cache gets more memory from when it is freed.
+struct Reentrant {
+    bytes: Vec<u8>,
+    net: Arc<Net>,
+    ended: mpsc::Sender<bool>,
+}
+
+impl Drop for Reentrant {
+    fn drop(&mut self) {
+        let owned = self.net.target.cache().expect("a cache").own(vec![1_u8; 64]);
+        self.ended.send(owned.is_ok()).expect("the test waits");
+    }
+}
+
+// SAFETY: the bytes stay allocated, at one address, as long as the value, which gives no access to
+// them.
+unsafe impl Memory for Reentrant {
+    type Parts = Self;
+
+    fn into_parts(self) -> Self {
+        self
+    }
+
+    fn from_parts(parts: Self) -> Self {
+        parts
+    }
+
+    fn place(parts: &Self) -> Place<'_> {
+        Place::Host { range: AddressRange::of(&parts.bytes), writable: false }
+    }
+}
+
+/// MR-18
+#[test]
+fn memory_of_a_cached_buffer_may_use_the_cache_when_it_is_freed() {
+    let net = Arc::new(Net::cached(CacheAttr::default()));
+    let cache = net.target.cache().expect("a cache");
+    let (ended, end) = mpsc::channel();
+    let bytes = vec![1_u8; page_size() as usize];
+    let memory = Reentrant { bytes, net: Arc::clone(&net), ended };
+    let range = AddressRange::of(&memory.bytes);
+    let buffer = cache.own(memory).expect("a buffer");
+    // SAFETY: the region keeps the buffer's memory allocated.
+    let lease = cache.get(unsafe { raw(range) }, READ).expect("registered");
+    drop(buffer);
+    drop(lease);
+    let ended = end.recv_timeout(Duration::from_secs(60));
+    if ended.is_err() {
+        // The thread of the cache holds a lock, so the cache cannot be dropped.
+        std::mem::forget(Arc::clone(&net));
+    }
+    assert_eq!(ended, Ok(true));
+}
+
 /// MR-18
 #[test]
 fn a_region_merged_of_two_buffers_keeps_both_allocated() {

@@ -119,6 +119,15 @@ fn address_span_may_end_with_the_address_space() {
     assert_eq!(seen(&iface, &registry, 0), (0, false));
 }
 
+/// HM-01: A device API may page-lock part of the application's memory, and end that at any time.
+#[test]
+fn page_locked_host_memory_belongs_to_the_system() {
+    let mut iface = CountingIface::new(0x10000, 0x1000, None);
+    Arc::get_mut(&mut iface).unwrap().allocation.kind = AllocationKind::HostRegistered;
+    let owner = registry(&iface).owner_of(Address(0x10000)).unwrap();
+    assert_eq!((owner.iface, owner.allocation), (IfaceKind::SYSTEM, None));
+}
+
 #[test]
 fn reserved_iface_kind_is_refused() {
     for (number, added) in [(0xff, false), (0x100, true), (IfaceKind::CUDA.0, true)] {

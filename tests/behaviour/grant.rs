@@ -330,6 +330,17 @@ fn a_grant_keeps_the_reasons_of_its_fallback(config: &TestConfig) {
     assert!(named.iter().all(|named| reasons.contains(named)), "{error}");
     assert!(raw || reasons.contains("EOPNOTSUPP"), "{error}");
     f.net.faults.clear();
+    if !raw {
+        // After an error the window may be bound, so it is freed and not used again.
+        let windows = || f.net.target.domain.live().windows;
+        f.net.faults.fail_nth(NicCall::BindWindow, 1, Errno(5));
+        assert_eq!(try_grant().expect_err("no bind").os_errno(), Some(Errno(5)));
+        assert_eq!(windows(), 0);
+        let grant = try_grant().expect("grant");
+        f.net.faults.fail_nth(NicCall::BindWindow, 1, Errno(5));
+        revoke(grant);
+        assert_eq!(windows(), 0);
+    }
     let setup = Setup::of(config);
     let provider = setup.provider.clone().windows(vec![]);
     let f = Fixture::new(Setup { provider, ..setup }.open());

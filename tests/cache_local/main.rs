@@ -26,8 +26,8 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Endpoint,
-    Errno, ErrorKind, Hmem, Iface, MrMode,
+    Access, Address, Addressing, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr,
+    Endpoint, Errno, ErrorKind, Hmem, Iface, MrMode, Type2Bind, Type2Kind,
     iface::AllocRequest,
     loopback::{Faults, Loopback, NicCall},
     provider::EndpointAttr,
@@ -54,6 +54,7 @@ trials! {
     /// CACHE-08
     changed_memory_stays_registered_until_its_completion,
     closing_an_endpoint_ends_leases_and_keeps_contexts,
+    endpoint_that_cannot_be_closed_keeps_its_leases,
     any_drop_order_of_endpoint_queue_and_domain_leaves_nothing,
     a_refused_request_holds_no_lease,
     a_transfer_whose_memory_is_cached_allocates_nothing,
@@ -176,7 +177,7 @@ fn changed_memory_stays_registered_until_its_completion() {
 fn closing_an_endpoint_ends_leases_and_keeps_contexts() {
     let (hmem, _import) = with_imported_monitor(nic());
     let mut net = Net::open(&hmem, MrMode::LOCAL);
-    let pages = Pages::new(8 * page_size());
+    let pages = Pages::new(9 * page_size());
     pages.fill(1);
     for page in 0..4 {
         let receive = Operation::Receive { tag: None, from: None };
@@ -184,19 +185,54 @@ fn closing_an_endpoint_ends_leases_and_keeps_contexts() {
             .expect("posted");
         net.write(&[pages.bare((4 + page) * page_size(), 64)], 200 + page as u64).expect("posted");
     }
-    assert_eq!(net.statistics().leases, 8);
+    let receive = Operation::Receive { tag: None, from: None };
+    let local = [pages.bare(8 * page_size(), 64)];
+    let request = WorkRequest { operation: receive, local: &local, peer: PeerId(0), context: 300 };
+    let other = net.domain.open_endpoint(&EndpointAttr::new(&net.cq)).expect("an endpoint");
+    // SAFETY: the memory is the test's own, outlives the transfer, and no reference to it exists.
+    unsafe { other.post(&request) }.expect("posted");
+    assert_eq!(net.statistics().leases, 9);
     net.endpoint.take().expect("open").close().expect("closed");
+    assert_eq!(net.statistics().leases, 1, "another endpoint of the queue keeps its lease");
+    other.close().expect("closed");
     assert_eq!(net.statistics().leases, 0);
     let mut done = Vec::new();
     while net.cq.read(&mut done, 8).expect("the queue") > 0 {}
     let mut contexts: Vec<_> = done.iter().map(|completion| completion.context).collect();
     contexts.sort_unstable();
-    assert_eq!(contexts, [100, 101, 102, 103, 200, 201, 202, 203]);
+    assert_eq!(contexts, [100, 101, 102, 103, 200, 201, 202, 203, 300]);
     assert!(
         done.iter()
             .all(|one| one.result.as_ref().is_err_and(|why| why.kind() == ErrorKind::Canceled))
     );
     net.assert_nothing_left();
+}
+
+fn endpoint_that_cannot_be_closed_keeps_its_leases() {
+    let (hmem, _import) = with_imported_monitor(nic());
+    let mut net = Net::open(&hmem, MrMode::LOCAL);
+    let access = Access::MW_BIND | Access::REMOTE_READ;
+    let region = net.domain.register(vec![0_u8; 64], access).expect("registered");
+    let window = net.domain.alloc_type_2_window(Type2Kind::A).expect("a window");
+    let bind = Type2Bind {
+        region: &region,
+        offset: 0,
+        len: 64,
+        access: Access::REMOTE_READ,
+        addressing: Addressing::ZeroBased,
+        tag: 1,
+    };
+    window.post_bind(net.endpoint.as_ref().expect("open"), &bind, 1).expect("posted");
+    net.done(1);
+    let pages = Pages::new(page_size());
+    let receive = Operation::Receive { tag: None, from: None };
+    net.post(receive, &[pages.bare(0, 64)], 2).expect("posted");
+    let rejected = net.endpoint.take().expect("open").close().expect_err("a window is bound");
+    assert_eq!(rejected.error.kind(), ErrorKind::Busy);
+    assert_eq!(net.statistics().leases, 1, "the NIC may still write to the memory");
+    drop(window);
+    rejected.value.close().expect("closed");
+    assert_eq!(net.statistics().leases, 0);
 }
 
 fn any_drop_order_of_endpoint_queue_and_domain_leaves_nothing() {
