@@ -323,6 +323,10 @@ fn ranges_of_a_region_have_one_owner() {
     let (host, buffer) = (vec![0_u8; PAGE], world.device_buffer());
     let ranges = [AddressRange::of(&host), buffer.range()];
     refuses_ranges(&world, ErrorKind::InvalidArgument, &ranges);
+    let kind = AllocationKind::Device;
+    let request = AllocRequest { len: PAGE as u64, device: DeviceId(1), kind };
+    let other = DeviceBuffer::allocate(world.device(), &request).expect("device memory");
+    refuses_ranges(&world, ErrorKind::InvalidArgument, &[buffer.range(), other.range()]);
 }
 
 #[test]

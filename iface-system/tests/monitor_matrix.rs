@@ -320,8 +320,10 @@ fn userfaultfd_matches_the_table() {
 }
 
 fn memhooks_and_userfaultfd_match_the_table() {
-    let monitor = Layered::new(MemHooks::start().unwrap(), start_userfaultfd());
+    let uffd = start_userfaultfd();
+    let monitor = Layered::new(MemHooks::start().unwrap(), Arc::clone(&uffd));
     column("memhooks+userfaultfd", &*monitor, &|_| {});
+    assert_eq!(uffd.subscriptions(), 0, "an ended subscription ends in both monitors");
     // The one refusal is for the System V segment, which userfaultfd cannot watch.
     assert_eq!(monitor.uffd_refusals(), 1);
     assert!(monitor.why_uffd_refusals().unwrap().contains("System V"));

@@ -7,9 +7,9 @@ use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
     Access, Address, AddressRange, Allocation, AllocationKind, DeviceId, Domain, DomainAttr, Errno,
-    Iface, IfaceExt, MemoryRegion, MrMode, Path, Promise, Raw, Region, Registry, Request, Result,
-    SharedExports,
-    iface::AllocRequest,
+    Iface, IfaceExt, IfaceKind, MemoryRegion, MrMode, Path, Promise, Raw, Region, Registry,
+    Request, Result, SharedExports,
+    iface::{AllocRequest, Device, DmaBufExporter, DmaBufMapping},
     path::P2pPolicy,
     provider::{EndpointAttr, Imports},
 };
@@ -90,6 +90,43 @@ impl Bench {
 
     fn live_exports(&self) -> u64 {
         self.device.stats().live_exports
+    }
+}
+
+/// The device of a [`Bench`], whose allocations have no identities here.
+#[derive(Debug)]
+struct WithoutIdentities(Arc<Simulated>);
+
+// SAFETY: each answer and facet comes from the simulated device.
+unsafe impl Iface for WithoutIdentities {
+    fn kind(&self) -> IfaceKind {
+        self.0.kind()
+    }
+
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn devices(&self) -> Result<Vec<Device>> {
+        self.0.devices()
+    }
+
+    fn query(&self, address: Address) -> Result<Option<Allocation>> {
+        self.0.query(address)
+    }
+
+    fn has_identities(&self) -> bool {
+        false
+    }
+
+    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
+        // SAFETY: the caller upholds the contract of this method, which is that of the forwarded
+        // call.
+        unsafe { self.0.copy(to, from, len) }
+    }
+
+    fn dma_buf(&self) -> Option<&dyn DmaBufExporter> {
+        self.0.dma_buf()
     }
 }
 
@@ -205,5 +242,26 @@ fn refused_and_staged_registrations_store_nothing() {
     assert_eq!(region.decision().expect("device memory").path, Path::Staged);
     assert_eq!((bench.exports(), exports.is_empty()), (0, true));
     drop(region);
+    bench.free(&memory);
+}
+
+#[test]
+fn export_is_shared_under_its_mapping_if_its_memory_has_an_identity() {
+    let bench = Bench::new();
+    let memory = bench.allocate(AllocationKind::Device, page_size());
+    let nic = &bench.nics[0].provider_attr().nic;
+    let without: Arc<dyn Iface> = Arc::new(WithoutIdentities(Arc::clone(&bench.device)));
+    for (iface, is_shared) in [(&bench.iface, true), (&without, false)] {
+        let export = iface.export_dma_buf(memory.range, nic, DmaBufMapping::Default);
+        let exports = SharedExports::new();
+        let stored = exports.store(iface, &memory, memory.range, export.expect("an export"));
+        assert_eq!(stored.is_ok(), is_shared);
+        let found = |mapping| exports.find(iface, &memory, memory.range, mapping).is_some();
+        let mappings = [DmaBufMapping::Default, DmaBufMapping::Pcie];
+        assert_eq!(mappings.map(found), [is_shared, false]);
+        if let Err(export) = stored {
+            iface.release_dma_buf(export).expect("released");
+        }
+    }
     bench.free(&memory);
 }

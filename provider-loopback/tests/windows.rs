@@ -5,7 +5,7 @@ mod support;
 use std::os::unix::process::ExitStatusExt;
 
 use hmem_core::{
-    Access, Addressing, ErrorKind, Iova, MrMode, RemoteKey, Result,
+    Access, Address, AddressRange, Addressing, ErrorKind, Iova, MrMode, RemoteKey, Result,
     provider::{ProviderRegion, ProviderWindow, WindowBind, WindowType},
     transfer::{Operation, PeerId},
 };
@@ -394,4 +394,28 @@ fn local_rights_of_a_window_grant_nothing() {
         refused(scene.write(&key, at, 8), ErrorKind::AccessDenied);
         windows.free_window(window).unwrap();
     }
+}
+
+/// MW-04: The bytes between the ranges of a region belong to no window.
+#[test]
+fn access_through_a_window_crosses_no_gap_between_ranges() {
+    let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
+    let target = Buffer::new(192);
+    let start = target.address().0;
+    let part = |at| host(AddressRange::new(Address(start + at), 64).unwrap(), true);
+    let region = RegAttr::key(1)
+        .access(Access::RECV | Access::MW_BIND)
+        .register(&*pair.there.domain, &[part(0), part(128)])
+        .unwrap();
+    let windows = pair.there.domain.windows().unwrap();
+    let addressing = Addressing::Virtual;
+    let bind = WindowBind { region, offset: 0, len: 128, access: WRITE, addressing };
+    let window = windows.bind_window(windows.alloc_window(WindowType::One).unwrap(), &bind);
+    let key = RemoteKey::new(addressing, Iova(start), 192, window.unwrap().key);
+    let source = Buffer::filled(16, 3);
+    let write = |at| pair.here.write(pair.to, &[source.whole()], &key, start + at);
+    write(48).unwrap();
+    refused(write(56), ErrorKind::OutOfBounds);
+    assert_eq!(target.bytes()[64..], [0; 128]);
+    write(128).unwrap();
 }

@@ -3,7 +3,8 @@
 use std::{collections::HashSet, thread};
 
 use hmem::{
-    Access, Errno, ErrorKind, Grant, GrantKind, Iova, MemoryRegion, MrMode, RemoteKey, Result,
+    Access, Addressing, Errno, ErrorKind, Grant, GrantKind, Iova, MemoryRegion, MrMode, RemoteKey,
+    Result,
     loopback::NicCall,
     provider::{WindowState, WindowType},
     transfer::{Operation, PeerId, WorkRequest},
@@ -314,6 +315,8 @@ fn a_grant_keeps_the_reasons_of_its_fallback(config: &TestConfig) {
         f.net.faults.fail_nth(NicCall::AllocWindow, 1, unsupported);
         let grant = try_grant().expect("another type");
         assert_eq!(grant.kind(), GrantKind::Window(WindowType::TwoA));
+        let key = grant.key().expect("a key");
+        assert_eq!(key.addressing(), Addressing::ZeroBased, "it tells the peer no address");
         let [reason] = grant.fallback_reasons() else { panic!("one reason: {grant:?}") };
         assert_eq!(reason.context_value("window"), Some("2B"), "{reason}");
         assert_eq!(reason.os_errno(), Some(unsupported), "{reason}");
