@@ -43,9 +43,9 @@ pub fn chosen(number: u32) -> bool {
 
 /// A mutant of the list.
 #[derive(Default)]
-struct Mutant {
+pub(crate) struct Mutant {
     id: u32,
-    file: String,
+    pub(crate) file: String,
     /// The beginning of the only item in which the original text is searched for.
     anchor: Option<String>,
     original: String,
@@ -129,7 +129,7 @@ fn write(path: &Path, bytes: &[u8], like: Option<&Path>) -> Result<(), String> {
 }
 
 /// Parses the list. `README.md` describes its format.
-fn parse(text: &str) -> Result<Vec<Mutant>, String> {
+pub(crate) fn parse(text: &str) -> Result<Vec<Mutant>, String> {
     let mut mutants = Vec::<Mutant>::new();
     for (number, line) in text.lines().enumerate() {
         let wrong = |why: &str| Err(format!("line {} of the list: {why}: {line}", number + 1));
@@ -165,7 +165,7 @@ fn parse(text: &str) -> Result<Vec<Mutant>, String> {
 }
 
 /// Returns the source text with the mutants compiled in.
-fn instrumented(source: &str, mutants: &[&Mutant]) -> Result<String, String> {
+pub(crate) fn instrumented(source: &str, mutants: &[&Mutant]) -> Result<String, String> {
     let code = &source[..tests_at(source)];
     let mut sites = Vec::<Site<'_>>::new();
     for mutant in mutants {
@@ -202,23 +202,26 @@ fn find(code: &str, mutant: &Mutant) -> Result<Range<usize>, String> {
 
 /// Returns the range of the only occurrence of a text, whose white space does not count.
 fn once(code: &str, text: &str) -> Result<Range<usize>, String> {
-    let dense = |text: &str| -> Vec<(usize, char)> {
-        text.char_indices().filter(|(_, letter)| !letter.is_whitespace()).collect()
+    let ((letters, places), (wanted, _)) = (dense(code), dense(text));
+    let found: Vec<_> = match wanted.as_str() {
+        "" => Vec::new(),
+        wanted => letters.match_indices(wanted).map(|(at, _)| at).collect(),
     };
-    let (letters, wanted) = (dense(code), dense(text));
-    let is_wanted = |start: &usize| {
-        let here = letters[*start..].iter().map(|(_, letter)| letter);
-        here.take(wanted.len()).eq(wanted.iter().map(|(_, letter)| letter))
+    let [at] = found.as_slice() else {
+        return Err(format!("it occurs {} times instead of once: {}", found.len(), text.trim()));
     };
-    let starts: Vec<_> = match wanted.as_slice() {
-        [] => Vec::new(),
-        _ => (0..letters.len()).filter(is_wanted).collect(),
-    };
-    let [start] = starts.as_slice() else {
-        return Err(format!("it occurs {} times instead of once: {}", starts.len(), text.trim()));
-    };
-    let (last, letter) = letters[start + wanted.len() - 1];
-    Ok(letters[*start].0..last + letter.len_utf8())
+    let last = places[at + wanted.len() - 1];
+    Ok(places[*at]..last + code[last..].chars().next().map_or(0, char::len_utf8))
+}
+
+/// Returns a text without its white space, and the position in the text of each byte's letter.
+fn dense(text: &str) -> (String, Vec<usize>) {
+    let (mut letters, mut places) = (String::new(), Vec::new());
+    for (at, letter) in text.char_indices().filter(|(_, letter)| !letter.is_whitespace()) {
+        letters.push(letter);
+        places.resize(letters.len(), at);
+    }
+    (letters, places)
 }
 
 /// Returns the range of the item that begins in the line of `start`: up to the first line that has
