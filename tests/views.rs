@@ -964,6 +964,27 @@ fn memory_of_a_dropped_cached_buffer_outlives_its_regions() {
     assert_eq!((ends.load(Ordering::SeqCst), net.regions()), (2, 0));
 }
 
+/// SUB-01
+#[test]
+fn part_of_a_later_range_reaches_its_own_bytes() {
+    let net = Net::open();
+    let page = page_size();
+    let buffer = net.filled(4);
+    let ranges = [0, 2].map(|at| buffer.range().slice(at * page, page).expect("inside"));
+    let access = READ | Access::MW_BIND;
+    // SAFETY: the buffer outlives the region, and nothing refers to its bytes.
+    let memory = unsafe { Raw::new(Box::from(ranges), Promise::ReadWrite) };
+    let region = net.target.register(memory, access).expect("registered");
+    let sub = region.sub(ranges[1], READ, None).expect("a range");
+    assert_eq!(net.pull(&sub.key().expect("a key"), 4).expect("read"), [3; 4]);
+    let window = net.target.alloc_type_1_window().expect("a window");
+    let key = window.bind(&region, page, page, READ).expect("bound");
+    assert_eq!(key.base(), Iova(ranges[1].start().0));
+    assert_eq!(net.pull(&key, 4).expect("read"), [3; 4]);
+    drop(window);
+    drop(sub);
+}
+
 /// Host memory that the cache gets more memory from when it is freed.
 struct Reentrant {
     bytes: Vec<u8>,

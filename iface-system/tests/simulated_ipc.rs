@@ -146,6 +146,7 @@ fn freed_allocation_cannot_be_opened_after_reuse() {
     let stale = device(&simulated, 64);
     let handle = simulated.ipc_export(&stale).unwrap();
     free(&simulated, &stale).unwrap();
+    assert!(simulated.ipc_open(&handle).unwrap_err().is_unavailable(), "not used again yet");
     let next = device(&simulated, 64);
     simulated.ipc_export(&next).unwrap();
     let error = simulated.ipc_open(&handle).unwrap_err();

@@ -2,7 +2,7 @@
 
 mod support;
 
-use std::os::unix::process::ExitStatusExt;
+use std::{collections::HashSet, os::unix::process::ExitStatusExt};
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, ErrorKind, Iova, MrMode, RemoteKey, Result,
@@ -90,11 +90,15 @@ fn type_1_bind_changes_the_tag_and_ends_the_old_key() {
             scene.pair.there.domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
         let base = scene.target.address().0;
         let mut window = scene.bind(window, 64, 64, READ | WRITE).unwrap();
+        // Keys of 4 bytes repeat after 256 binds.
+        let is_narrow = window.key <= u64::from(u32::MAX);
+        let mut seen = HashSet::from([window.key]);
         for _ in 0..600 {
             let old = scene.virtual_key(window.key, 64, 64);
             scene.write(&old, base + 64, 8).unwrap();
             let turned = scene.bind(window, 64, 64, READ | WRITE).unwrap();
             assert_ne!(turned.key, window.key);
+            assert!(seen.insert(turned.key) || is_narrow);
             refused(scene.write(&old, base + 64, 8), ErrorKind::InvalidKey);
             window = turned;
         }
@@ -396,7 +400,7 @@ fn local_rights_of_a_window_grant_nothing() {
     }
 }
 
-/// MW-04: The bytes between the ranges of a region belong to no window.
+/// The bytes between the ranges of a region belong to no window.
 #[test]
 fn access_through_a_window_crosses_no_gap_between_ranges() {
     let pair = Pair::new(Loopback::builder().build().unwrap(), MrMode::empty());
@@ -418,4 +422,17 @@ fn access_through_a_window_crosses_no_gap_between_ranges() {
     refused(write(56), ErrorKind::OutOfBounds);
     assert_eq!(target.bytes()[64..], [0; 128]);
     write(128).unwrap();
+}
+
+/// KEY-01
+#[test]
+fn region_gets_no_key_that_a_window_has() {
+    let scene = Scene::new(Pair::new(Loopback::builder().build().unwrap(), MrMode::empty()));
+    let domain = &*scene.pair.there.domain;
+    let window = domain.windows().unwrap().alloc_window(WindowType::One).unwrap();
+    let other = Buffer::new(64);
+    let register = || RegAttr::key(window.key).register(domain, &[host(other.range(), true)]);
+    refused(register(), ErrorKind::NoKey);
+    domain.windows().unwrap().free_window(window).unwrap();
+    register().unwrap();
 }

@@ -153,5 +153,9 @@ mod tests {
             let handle = IpcHandle::encode(iface.kind(), &body);
             iface.ipc_open(&handle).unwrap();
         }
+        let beyond = body(AllocationKind::Device as u8, 0, 1 << 20);
+        let handle = IpcHandle::encode(simulated.kind(), &beyond);
+        let error = simulated.ipc_open(&handle).unwrap_err();
+        assert!(error.is_unavailable() && error.to_string().contains("shorter"), "{error}");
     }
 }
