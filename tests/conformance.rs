@@ -57,8 +57,8 @@ fn main() -> ExitCode {
 }
 
 /// Adds tests of the software NIC in every mode. Key size, progress and pages vary, so that any two
-/// values of two of these dimensions occur together. Where the process cannot pin pages, the tests
-/// with pinned pages are ignored.
+/// values of two of these dimensions occur together. The tests with pinned pages are ignored if the
+/// process cannot pin pages.
 fn software_nics(suite: &mut Suite) {
     let hardware = MrMode::LOCAL | MrMode::ALLOCATED | MrMode::HMEM | MrMode::BASIC_MEANS;
     let modes = [

@@ -96,9 +96,9 @@ impl Ipc for IpcExchange {
         let mut base = ptr::null_mut();
         let (len, agents) = (body.whole as usize, &raw const entry.agent);
         // AMD's header demands an error for a wrong length, so the length is not checked here. The
-        // runtime's sources return that error for no length, and `hsa_amd_pointer_info` then repeats
-        // the wrong one. The checksum finds damaged handles. A handle is trusted like the process
-        // that made it.
+        // runtime's sources return that error for no length, and `hsa_amd_pointer_info` then
+        // repeats the wrong one. The checksum finds damaged handles. A handle is trusted like the
+        // process that made it.
         // SAFETY: `base` is writable, and the list is one agent. The runtime checks the handle.
         check_attach(unsafe { attach(&handle, len, 1, agents, &mut base) })?;
         let base = Address(base.expose_provenance() as u64);

@@ -1,6 +1,6 @@
 //! Transfers of local memory without a descriptor, on a NIC that needs descriptors. The domain's
-//! cache registers the memory and keeps it registered until the transfer ends. Where the NIC can
-//! pin pages, a stale registration moves stale bytes.
+//! cache registers the memory and keeps it registered until the transfer ends. With a NIC that pins
+//! pages, a stale registration moves stale bytes.
 
 #[path = "../counting/mod.rs"]
 mod counting;
