@@ -402,6 +402,9 @@ impl Drop for Stop<'_> {
 
 /// Asserts for each NIC and each way to replace a page that no round is stale, and that more than a
 /// tenth of the rounds invalidated an entry. Without invalidations nothing would be cached.
+///
+/// Memory whose change the monitor still processes is not cached. A busy machine may not run the
+/// monitor's thread for long, so the rounds are repeated.
 fn assert_none_stale(
     monitor: &Arc<dyn Monitor>,
     causes: &[Replacement],
@@ -411,18 +414,13 @@ fn assert_none_stale(
     for nic in nics() {
         for cause in causes.iter().filter(|cause| nic.shows(cause)) {
             let rounds = rounds.unwrap_or(nic.rounds());
-            let (stale, told) = stale(&nic, monitor, cause, rounds, adversary);
-            let (cause, ..) = cause;
-            assert_eq!(
-                stale,
-                0,
-                "{cause} under {} over {nic:?}, of {rounds} rounds",
-                monitor.name()
-            );
-            assert!(
-                told > rounds / 10,
-                "{cause} over {nic:?}: {told} of {rounds}: hardly anything was cached"
-            );
+            let was_cached = (0..5).any(|_| {
+                let (stale, told) = stale(&nic, monitor, cause, rounds, adversary);
+                let (cause, monitor) = (cause.0, monitor.name());
+                assert_eq!(stale, 0, "{cause} under {monitor} over {nic:?}, of {rounds} rounds");
+                told > rounds / 10
+            });
+            assert!(was_cached, "{} over {nic:?}: hardly anything was cached", cause.0);
         }
     }
 }
