@@ -51,7 +51,8 @@ pub(super) struct BorrowedDomain {
     pub(super) attr: DomainAttr,
     /// Endpoint of regions whose request names none.
     pub(super) endpoint: Option<EndpointPointer>,
-    /// Serialises calls of the domain and its objects; used if [`DomainAttr::serial`] is true.
+    /// Serialises calls of the domain and its objects; used if [`DomainAttr::serial`] is true. A
+    /// thread takes it before the lock of the table of regions, never after.
     pub(super) lock: ReentrantMutex<()>,
     /// Number of the next key that the provider chooses. Starts at a random number.
     pub(super) next_key: AtomicU64,
@@ -508,6 +509,7 @@ unsafe impl ProviderDomain for FabricDomain {
 impl Enabling for FabricDomain {
     fn enable(&self, region: ProviderRegion) -> Result<()> {
         self.borrowed.process.check("enable")?;
+        let _guard = self.borrowed.lock();
         self.regions.with(region, "enable", |region| {
             region.parts.iter().try_for_each(|part| self.borrowed.enable(part))
         })
@@ -523,6 +525,7 @@ impl CompositeKeys for FabricDomain {
 impl RawKeys for FabricDomain {
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
         self.borrowed.process.check("raw key")?;
+        let _guard = self.borrowed.lock();
         self.regions.with(region, "raw key", |region| match &region.parts[..] {
             [part] => self.raw_key_of(part),
             _ => {

@@ -78,7 +78,8 @@ impl Regions {
         ProviderRegion { token, local: LocalKey::from_provider(token), key }
     }
 
-    /// Calls `read` with a region.
+    /// Calls `read` with a region, which no other thread can remove meanwhile. If `read` calls
+    /// libfabric, the caller holds the lock of the borrowed domain.
     ///
     /// # Errors
     /// - InvalidArgument: the region is not open in this domain.

@@ -12,6 +12,7 @@ use std::{
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
+        mpsc,
     },
     thread,
     time::Duration,
@@ -27,7 +28,7 @@ use hmem_core::{
 };
 use hmem_iface_system::{Simulated, System};
 use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
-use hmem_provider_libfabric::{Builder, FabricMr, Libfabric, Settings, sys};
+use hmem_provider_libfabric::{Builder, FabricDomain, FabricMr, Libfabric, Settings, sys};
 
 /// One call of the fake library.
 #[derive(Clone, Debug, PartialEq)]
@@ -565,6 +566,34 @@ fn calls_overlap_only_in_a_domain_with_locks_of_its_own() {
         assert_eq!(fake.state.overlapped.load(Ordering::SeqCst), overlaps);
         assert_eq!(fake.live(), 0);
     }
+}
+
+/// FAB-11: a thread that waits for the lock keeps nothing that the thread with the lock needs.
+#[test]
+fn holder_of_the_lock_closes_regions_while_another_thread_enables_one() {
+    let (ended, end) = mpsc::channel();
+    // Not scoped, so that a deadlock fails the test and does not hang it.
+    thread::spawn(move || {
+        let mut fake = Fake::new(|info, attr| {
+            (info.caps, attr.mr_mode) = (sys::FI_RMA_EVENT, sys::FI_MR_RMA_EVENT);
+            attr.threading = sys::FI_THREAD_DOMAIN;
+        });
+        let domain = fake.domain();
+        let request = Request::new(buffer(), Access::REMOTE_WRITE).flags(MrFlags::RMA_EVENT);
+        let waiting = domain.submit(request).expect("register");
+        let closed = domain.register(buffer(), Access::REMOTE_WRITE).expect("register");
+        thread::scope(|scope| {
+            let guard = FabricDomain::of(&domain).expect("this provider's").lock();
+            let enabling = scope.spawn(|| waiting.enable().expect("enable"));
+            // Time for the other thread to reach the lock.
+            thread::sleep(Duration::from_millis(50));
+            assert!(!enabling.is_finished(), "enabled without the lock");
+            drop(closed);
+            drop(guard);
+        });
+        ended.send(()).expect("the test waits");
+    });
+    end.recv_timeout(Duration::from_secs(30)).expect("a deadlock");
 }
 
 /// FAB-11

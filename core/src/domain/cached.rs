@@ -387,9 +387,9 @@ impl RegionCache {
     /// - The errors of [`Registry::get`](crate::Registry::get) if the domain does not have `iface`.
     /// - [`ErrorKind::Unsupported`] if the monitor is disabled by the settings, and if the driver's
     ///   library has a cache of its own ([`ProviderAttr::driver_cache`]). The error names it.
+    /// - [`ErrorKind::BadState`] in a forked child.
     ///
     /// [`ProviderAttr::driver_cache`]: crate::provider::ProviderAttr::driver_cache
-    /// - [`ErrorKind::BadState`] in a forked child.
     pub fn monitor(&self, iface: IfaceKind) -> Result<MonitorDescription> {
         let source = self.cache.backend();
         source.domain.process.check("cache monitor")?;

@@ -509,34 +509,25 @@ pub struct fi_ops_cm {
     pub getname: Option<unsafe extern "C" fn(*mut fid, *mut c_void, *mut usize) -> c_int>,
 }
 
+/// Signature of `fi_read` and `fi_write`: endpoint, buffer, length, descriptor, peer, remote
+/// address, key, context.
+pub type RmaFunction<B> = unsafe extern "C" fn(
+    *mut fid_ep,
+    B,
+    usize,
+    *mut c_void,
+    fi_addr_t,
+    u64,
+    u64,
+    *mut c_void,
+) -> isize;
+
 /// Table of an endpoint's RMA functions, declared up to `write`.
 #[repr(C)]
 pub struct fi_ops_rma {
     pub size: usize,
-    pub read: Option<
-        unsafe extern "C" fn(
-            *mut fid_ep,
-            *mut c_void,
-            usize,
-            *mut c_void,
-            fi_addr_t,
-            u64,
-            u64,
-            *mut c_void,
-        ) -> isize,
-    >,
+    pub read: Option<RmaFunction<*mut c_void>>,
     pub readv: UnusedOperation,
     pub readmsg: UnusedOperation,
-    pub write: Option<
-        unsafe extern "C" fn(
-            *mut fid_ep,
-            *const c_void,
-            usize,
-            *mut c_void,
-            fi_addr_t,
-            u64,
-            u64,
-            *mut c_void,
-        ) -> isize,
-    >,
+    pub write: Option<RmaFunction<*const c_void>>,
 }
