@@ -12,8 +12,9 @@ use hmem::{
     iface::AllocRequest,
     loopback::Loopback,
     provider::{
-        CompletionQueue, DomainRequest, EndpointAttr, Features, Imports, LiveObjects, Nic, Piece,
-        Provider, ProviderAttr, ProviderDomain, ProviderRegion, Registration, Transport,
+        CompletionQueue, DomainRequest, EndpointAttr, Features, Imports, KeyRequest, LiveObjects,
+        Nic, Piece, Provider, ProviderAttr, ProviderDomain, ProviderRegion, Registration,
+        Transport,
     },
     system::{SIMULATED, Simulated},
 };
@@ -135,15 +136,16 @@ fn disabled_region_is_enabled_without_the_facet() {
 }
 
 /// A provider that only registers, for requests that other code posts. It records the ranges that a
-/// driver would register.
+/// driver would register, and the kind of key that was requested for each.
 #[derive(Debug, Default)]
 struct Registrar {
-    regions: Arc<Mutex<HashMap<u64, AddressRange>>>,
+    mr_mode: MrMode,
+    regions: Arc<Mutex<HashMap<u64, (AddressRange, KeyRequest)>>>,
 }
 
 impl Registrar {
-    fn attr() -> ProviderAttr {
-        let loopback = Loopback::builder().build().expect("a software NIC");
+    fn attr(&self) -> ProviderAttr {
+        let loopback = Loopback::builder().needs(self.mr_mode).build().expect("a software NIC");
         let mut attr = loopback.nics().expect("its attributes").remove(0);
         attr.nic = Nic { provider: "registrar".into(), name: "reg0".into(), pci_bus_id: None };
         // The path search ignores `staged`: without transfers nothing copies staged memory.
@@ -158,18 +160,18 @@ impl Provider for Registrar {
     }
 
     fn nics(&self) -> Result<Vec<ProviderAttr>> {
-        Ok(vec![Self::attr()])
+        Ok(vec![self.attr()])
     }
 
     fn open_domain(&self, _: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
-        Ok(Arc::new(RegistrarDomain { attr: Self::attr(), regions: Arc::clone(&self.regions) }))
+        Ok(Arc::new(RegistrarDomain { attr: self.attr(), regions: Arc::clone(&self.regions) }))
     }
 }
 
 #[derive(Debug)]
 struct RegistrarDomain {
     attr: ProviderAttr,
-    regions: Arc<Mutex<HashMap<u64, AddressRange>>>,
+    regions: Arc<Mutex<HashMap<u64, (AddressRange, KeyRequest)>>>,
 }
 
 // SAFETY: nothing accesses the memory. A handle is the key of an entry of the map.
@@ -180,7 +182,7 @@ unsafe impl ProviderDomain for RegistrarDomain {
 
     unsafe fn register(
         &self,
-        _: &Registration<'_>,
+        request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
         // The path search passes only the backings of `Imports`, and host memory.
@@ -189,7 +191,7 @@ unsafe impl ProviderDomain for RegistrarDomain {
         };
         let mut regions = self.regions.lock().expect("no panic");
         let token = (0..).find(|token| !regions.contains_key(token)).expect("a free number");
-        regions.insert(token, *range);
+        regions.insert(token, (*range, request.key));
         Ok(ProviderRegion { token, local: LocalKey::from_provider(token), key: token })
     }
 
@@ -215,7 +217,8 @@ fn four_methods_are_enough_to_register() {
     let domain = hmem.domain("registrar", DomainAttr::default()).expect("open a domain");
     assert_eq!(domain.features(), Features::empty());
     let region = domain.register(vec![7u8; 64], Access::all()).expect("register");
-    assert_eq!(regions.lock().expect("no panic").values().next(), Some(&region.range()));
+    let registered = regions.lock().expect("no panic").values().next().copied();
+    assert_eq!(registered, Some((region.range(), KeyRequest::Provider)));
     let handle = region.provider_region().expect("registered");
     assert_eq!(region.key().expect("a key").as_u64().expect("one number"), handle.key);
 
@@ -237,6 +240,25 @@ fn four_methods_are_enough_to_register() {
 
     region.close().expect("close");
     assert_eq!(domain.live(), LiveObjects::default());
+}
+
+/// KEY-01
+#[test]
+fn requested_key_reaches_the_provider_unless_it_chooses_the_keys() {
+    for (mr_mode, expected) in
+        [(MrMode::empty(), KeyRequest::Application(5)), (MrMode::PROV_KEY, KeyRequest::Provider)]
+    {
+        let provider = Registrar { mr_mode, ..Registrar::default() };
+        let regions = Arc::clone(&provider.regions);
+        let hmem = Hmem::builder().without_vendor_ifaces().provider(provider).build();
+        let attr = DomainAttr { mr_mode, ..DomainAttr::default() };
+        let domain = hmem.expect("start").domain("registrar", attr).expect("open a domain");
+        let request = Request::new(vec![0u8; 64], Access::all()).key(5);
+        let _region = domain.submit(request).expect("register");
+        let requested: Vec<_> =
+            regions.lock().expect("no panic").values().map(|(_, key)| *key).collect();
+        assert_eq!(requested, [expected]);
+    }
 }
 
 fn queue_of_a_software_nic() -> Arc<dyn CompletionQueue> {

@@ -14,13 +14,13 @@ use std::{
 use counted::Counted;
 use hmem::{
     Access, Address, AddressRange, Addressing, AllocationKind, DeviceBuffer, DeviceId, Domain,
-    DomainAttr, DomainBindFlags, Errno, ErrorKind, Hmem, MrMode, Path, Promise, Raw, Rejected,
-    Type2Bind, Type2Kind,
+    DomainAttr, DomainBindFlags, Endpoint, Errno, ErrorKind, Hmem, MrMode, Path, Promise, Raw,
+    Region, Rejected, RemoteKey, Type2Bind, Type2Kind, Type2Window,
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::{Faults, Loopback, NicCall},
     path::P2pPolicy,
-    provider::EndpointAttr,
+    provider::{CompletionQueue, EndpointAttr, WindowState},
     system::{SIMULATED, Simulated},
 };
 
@@ -153,6 +153,98 @@ fn window_requests_go_to_endpoints_of_the_windows_own_domain() {
     assert!(window.key().is_none());
     bind(&at_home).expect("its own domain");
     assert!(window.key().is_some());
+}
+
+/// Domain, region and window of the tests of requests that fail after they were posted, and two
+/// endpoints. An endpoint other than the one that bound the window cannot invalidate it.
+struct Bound {
+    faults: Faults,
+    domain: Domain,
+    region: Region<Vec<u8>>,
+    window: Type2Window,
+    endpoints: [(Endpoint, Arc<dyn CompletionQueue>); 2],
+}
+
+impl Bound {
+    fn new() -> Self {
+        let faults = Faults::new();
+        let domain = domain(&hmem(&faults));
+        let access = Access::WRITE | Access::REMOTE_WRITE | Access::MW_BIND;
+        let region = domain.register(vec![0u8; 4096], access).expect("registers");
+        let window = domain.alloc_type_2_window(Type2Kind::B).expect("the loopback has them");
+        let endpoints = [(); 2].map(|()| {
+            let cq = domain.open_cq(8).expect("a queue");
+            (domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint"), cq)
+        });
+        Self { faults, domain, region, window, endpoints }
+    }
+
+    fn bind(&self, offset: u64, tag: u8) -> RemoteKey {
+        let (addressing, access) = (Addressing::Virtual, Access::REMOTE_WRITE);
+        let bind = Type2Bind { region: &self.region, offset, len: 64, access, addressing, tag };
+        self.window.post_bind(&self.endpoints[0].0, &bind, 0).expect("post")
+    }
+
+    /// Waits for the next completion of an endpoint, and returns its result.
+    fn done(&self, endpoint: usize) -> hmem::Result<u64> {
+        let mut done = Vec::new();
+        while self.endpoints[endpoint].1.read(&mut done, 1).expect("the queue") == 0 {
+            std::thread::yield_now();
+        }
+        done.remove(0).result
+    }
+
+    /// Checks that the window is bound with this key, and keeps its region open.
+    fn assert_bound(self, key: &RemoteKey) {
+        assert_eq!(
+            (self.window.state(), self.window.key()),
+            (WindowState::Valid, Some(key.clone()))
+        );
+        let refused = self.region.close().expect_err("a window is bound to it");
+        assert_eq!(refused.error.kind(), ErrorKind::Busy);
+        assert_eq!(self.domain.live().windows, 1);
+    }
+}
+
+/// MW-06
+#[test]
+fn window_stays_bound_if_its_invalidation_fails_later() {
+    let bound = Bound::new();
+    let key = bound.bind(0, 1);
+    bound.done(0).expect("bind");
+    bound.window.post_invalidate(&bound.endpoints[1].0, 0).expect("the completion reports it");
+    assert_eq!(bound.done(1).unwrap_err().kind(), ErrorKind::AccessDenied);
+    bound.assert_bound(&key);
+}
+
+/// MW-06
+///
+/// The bind is posted while the invalidation before it waits. Both fail.
+#[test]
+fn window_keeps_the_binding_of_its_last_request_that_succeeded() {
+    let bound = Bound::new();
+    let key = bound.bind(0, 1);
+    bound.done(0).expect("bind");
+    let (other, _) = &bound.endpoints[1];
+    std::thread::scope(|scope| {
+        let gate = bound.faults.hold(NicCall::Transfer);
+        let writing = scope.spawn(|| {
+            let local = [bound.region.slice(64, 8).expect("inside")];
+            let peer = other.resolve(&other.name()).expect("it reaches itself");
+            let key = bound.region.key().expect("a key");
+            let remote = key.slice(128, 8).expect("inside");
+            other.write(&local, &[remote], peer, 0).expect("post");
+            bound.done(1).expect("write");
+        });
+        gate.wait_held();
+        bound.window.post_invalidate(other, 0).expect("post");
+        bound.bind(1024, 2);
+        assert_eq!(bound.done(0).unwrap_err().kind(), ErrorKind::BadState);
+        gate.release();
+        writing.join().expect("no panic");
+    });
+    assert_eq!(bound.done(1).unwrap_err().kind(), ErrorKind::AccessDenied);
+    bound.assert_bound(&key);
 }
 
 #[test]

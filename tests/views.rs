@@ -376,6 +376,24 @@ fn raw_ranges_share_a_registration_only_by_promise() {
 
 /// MR-17
 #[test]
+fn request_with_a_setting_of_its_own_shares_no_registration() {
+    let net = Net::open();
+    let buffer = net.filled(2);
+    let halves = [0, 1].map(|page| buffer.range().slice(page * page_size(), page_size()));
+    // SAFETY: the buffer outlives the regions, and nothing refers into device memory.
+    let [first, second] = halves.map(|half| unsafe { raw(half.expect("inside")) });
+    let registered = Batch::on(&[&net.target])
+        .add(Request::new(first, READ).key(7))
+        .add(Request::new(second, READ))
+        .grow(Growth::Allocation)
+        .register()
+        .expect("registered");
+    assert_eq!(registered.regions().len(), 2);
+    assert_eq!(keys(&registered)[0].as_u64().expect("one number"), 7);
+}
+
+/// MR-17
+#[test]
 fn growth_around_memory_that_is_promised_alone_is_refused() {
     for promise in [Promise::ReadWrite, Promise::ReadOnly] {
         let net = Net::open();

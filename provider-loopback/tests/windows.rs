@@ -168,6 +168,62 @@ fn window_bound_again_during_a_message_keeps_its_new_key() {
     scene.write(&new, 0, 8).unwrap();
 }
 
+/// MW-03
+#[test]
+fn window_is_invalidated_through_its_own_endpoint_only() {
+    for kind in [WindowType::TwoA, WindowType::TwoB] {
+        let scene = Scene::new(Pair::new(Loopback::builder().build().unwrap(), MrMode::empty()));
+        let there = &scene.pair.there;
+        let other = End::open(&there.domain);
+        let window = there.domain.windows().unwrap().alloc_window(kind).unwrap();
+        let key = scene.post_bind(there, window, 64, Addressing::ZeroBased, 1).unwrap();
+        let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, key);
+        let invalidate =
+            |end: &End| end.run(Operation::InvalidateWindow { window }, &[], PeerId(0));
+        refused(invalidate(&other), ErrorKind::AccessDenied);
+        scene.write(&key, 0, 8).unwrap();
+        invalidate(there).unwrap();
+        refused(scene.write(&key, 0, 8), ErrorKind::InvalidKey);
+    }
+}
+
+/// MW-03
+///
+/// The region is closed after the bind was posted, and before it is executed.
+#[test]
+fn failed_bind_of_type_2a_does_not_keep_its_endpoint_open() {
+    let faults = Faults::new();
+    let provider = Loopback::builder().faults(&faults).build().unwrap();
+    let scene = Scene::new(Pair::new(provider, MrMode::empty()));
+    let there = &scene.pair.there;
+    let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoA).unwrap();
+    let here =
+        RegAttr::key(2).register(&*scene.pair.here.domain, &[host(scene.target.range(), true)]);
+    let key = RemoteKey::new(Addressing::ZeroBased, Iova(0), 256, here.unwrap().key);
+    let peer = there.peer(&scene.pair.here);
+    let source = Buffer::filled(8, 3);
+    std::thread::scope(|scope| {
+        let gate = faults.hold(NicCall::Transfer);
+        let writing = scope.spawn(|| there.write(peer, &[source.whole()], &key, 0));
+        gate.wait_held();
+        let bind = WindowBind {
+            region: scene.region,
+            offset: 0,
+            len: 8,
+            access: READ,
+            addressing: Addressing::ZeroBased,
+        };
+        there.post(Operation::BindWindow { window, bind, tag: 1 }, &[], PeerId(0), 2).unwrap();
+        there.domain.deregister(scene.region).unwrap();
+        gate.release();
+        writing.join().unwrap().unwrap();
+    });
+    let bound = there.next();
+    assert_eq!(bound.context, 2);
+    refused(bound.result, ErrorKind::NoRegion);
+    there.endpoint.close().expect("no window is bound through it");
+}
+
 /// MW-04
 ///
 /// Closing the endpoint invalidates the key of a type 2B window without a wait. Freeing the window
