@@ -1,4 +1,4 @@
-//! Two connected endpoints on a software NIC.
+//! Two connected endpoints on a NIC.
 
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
@@ -6,12 +6,15 @@ use std::{
 };
 
 use hmem::{
-    Access, Domain, DomainAttr, Endpoint, Hmem, Region, RemoteKey, Result,
+    Access, Domain, Endpoint, Region, RemoteKey, Result,
     provider::{CompletionQueue, EndpointAttr},
     transfer::PeerId,
 };
 
 use crate::load::Registered;
+
+/// All rights that requests of a domain can need for its own memory.
+const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 
 /// The size of the local buffer.
 pub(crate) const SCRATCH: usize = 64 << 10;
@@ -28,14 +31,14 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    pub(crate) fn open(hmem: &Hmem, target: &Domain, registered: &Registered) -> Self {
-        let domain = hmem.domain("loopback", DomainAttr::default()).expect("a domain");
+    /// Opens a link between two domains on the same NIC.
+    pub(crate) fn open(domain: Domain, target: &Domain, registered: &Registered) -> Self {
         let cq = domain.open_cq(64).expect("a queue");
         let target_cq = target.open_cq(64).expect("a queue");
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
         let target = target.open_endpoint(&EndpointAttr::new(&target_cq)).expect("an endpoint");
         let peer = endpoint.resolve(&target.name()).expect("the target");
-        let buffer = domain.register(vec![0; SCRATCH], Access::all()).expect("a buffer");
+        let buffer = domain.register(vec![0; SCRATCH], LOCAL).expect("a buffer");
         registered.opened.fetch_add(1, Relaxed);
         Self { buffer, target, target_cq, peer, endpoint, cq, _domain: domain }
     }

@@ -14,16 +14,19 @@ use std::{
 };
 
 use hmem::{
-    Access, AddressRange, CacheAttr, Domain, DomainAttr, Hmem, Iface, Promise, Raw, Result,
+    Access, AddressRange, Addressing, CacheAttr, Domain, DomainAttr, ErrorKind, Hmem, Iface,
+    Promise, Raw, Result,
     loopback::{Faults, Loopback, NicCall, RemapPolicy},
+    provider::Provider,
     system::{AddressReuse, Simulated},
 };
 
 use rustix::param::page_size;
 
 use crate::{
-    Options, Plant,
+    DEVICE, Options, Plant,
     accounts::{Check, Checks},
+    link::Link,
     workers::{WORKERS, map, unmap},
 };
 
@@ -157,7 +160,7 @@ pub(crate) const PAGES: usize = 16;
 pub(crate) struct Load {
     pub(crate) shared: Arc<Shared>,
     pub(crate) options: Options,
-    pub(crate) hmem: Hmem,
+    hmem: Hmem,
     pub(crate) device: Arc<Simulated>,
     pub(crate) iface: Arc<dyn Iface>,
     /// The domain with a cache.
@@ -168,7 +171,7 @@ pub(crate) struct Load {
     /// The number of lookups, and of those that failed.
     pub(crate) lookups: AtomicU64,
     pub(crate) failed_lookups: AtomicU64,
-    /// Counts the calls of the NIC, and injects none.
+    /// Counts the calls of the software NIC, and injects none. Not used with an RDMA device.
     nic: Faults,
     /// The last number that was written to each page of [`Load::pages`].
     pub(crate) written: [AtomicU64; PAGES],
@@ -183,17 +186,22 @@ impl Load {
     pub(crate) fn open(options: Options) -> Result<Self> {
         let nic = Faults::new();
         nic.start_counting();
-        let loopback =
-            Loopback::builder().remap_policy(RemapPolicy::Pinned).faults(&nic).build()?;
+        let provider = match options.rdma {
+            true => verbs()?,
+            false => {
+                let loopback = Loopback::builder().remap_policy(RemapPolicy::Pinned).faults(&nic);
+                Arc::new(loopback.build()?)
+            }
+        };
         let device = Arc::new(Simulated::builder().address_reuse(AddressReuse::JustFreed).build()?);
         let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
         let hmem = Hmem::builder()
             .without_vendor_ifaces()
             .without_environment()
             .shared_iface(Arc::clone(&iface))
-            .provider(loopback)
+            .shared_provider(provider)
             .build()?;
-        let plain = hmem.domain("loopback", DomainAttr::default())?;
+        let plain = open(&hmem, options, None)?;
         // More pages than both processes ever pin.
         let probe = map((4 << 20) / page_size());
         // SAFETY: the pages stay mapped until the region is closed, and only the NIC uses them.
@@ -202,8 +210,7 @@ impl Load {
         pinned.close().map_err(|refused| refused.error)?;
         unmap(probe);
         let cache = CacheAttr::default().max_count(24).max_bytes(1 << 20);
-        let cached =
-            hmem.domain("loopback", DomainAttr { cache: Some(cache), ..DomainAttr::default() })?;
+        let cached = open(&hmem, options, Some(cache))?;
         cached.cache()?.monitor(iface.kind())?;
         cached.cache()?.monitor(hmem::IfaceKind::SYSTEM)?;
         let worker = || Worker { steps: AtomicU64::new(0), doing: Mutex::new(None) };
@@ -234,6 +241,23 @@ impl Load {
             written: std::array::from_fn(|_| AtomicU64::new(0)),
             pages: map(PAGES),
         })
+    }
+
+    /// Opens a link to one of the process's domains.
+    pub(crate) fn link(&self, target: &Domain) -> Link {
+        let domain = open(&self.hmem, self.options, None).expect("a domain");
+        Link::open(domain, target, &self.registered)
+    }
+
+    /// Returns the error kind that the initiator sees when the target refuses an access with
+    /// `refusal`. An RDMA device reports every reason alike.
+    pub(crate) fn seen(&self, refusal: ErrorKind) -> ErrorKind {
+        if self.options.rdma { ErrorKind::AccessDenied } else { refusal }
+    }
+
+    /// Returns the addressing of type 2 windows. The driver rdma_rxe has no zero-based windows.
+    pub(crate) fn addressing(&self) -> Addressing {
+        if self.options.rdma { Addressing::Virtual } else { Addressing::ZeroBased }
     }
 
     /// Returns true if this process plants the fault.
@@ -298,6 +322,9 @@ impl Load {
         let ended = now.evictions + now.merged + now.all_invalidations();
         let possible = now.registrations..=now.misses;
         assert!(possible.contains(&ended), "ends of entries: {now:?}");
+        if self.options.rdma {
+            return;
+        }
         let opened = now.registrations + now.uncached + of(&self.registered.opened);
         let closed = now.registrations + now.uncached + of(&self.registered.closed);
         assert_eq!(self.nic.calls(NicCall::Deregister), closed, "deregistrations: {now:?}");
@@ -308,4 +335,22 @@ impl Load {
         let live = self.plain.live().windows;
         assert_eq!(windows[0], windows[1] + live, "allocated and freed windows, of {live} live");
     }
+}
+
+/// Opens a domain on the NIC of the run.
+fn open(hmem: &Hmem, options: Options, cache: Option<CacheAttr>) -> Result<Domain> {
+    let nic = options.rdma.then(|| std::env::var(DEVICE).expect("the name of a device"));
+    let provider = if options.rdma { "verbs" } else { "loopback" };
+    hmem.domain(provider, DomainAttr { nic, cache, ..DomainAttr::default() })
+}
+
+/// Returns the verbs provider. Its endpoints connect automatically, and reconnect after an error.
+#[cfg(feature = "verbs")]
+fn verbs() -> Result<Arc<dyn Provider>> {
+    Ok(Arc::new(hmem::verbs::Verbs::builder().connect_in_process(true).build()?))
+}
+
+#[cfg(not(feature = "verbs"))]
+fn verbs() -> Result<Arc<dyn Provider>> {
+    panic!("`--rdma` needs the cargo feature `verbs`")
 }

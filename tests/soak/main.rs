@@ -1,9 +1,9 @@
 //! Mixed load from eight threads in each of two processes, with checked bytes, keys, counters and
 //! resources.
 //!
-//! `cargo xtask soak [--minutes N]` runs it for an hour or for N minutes. Without the argument
-//! `--soak`, the binary runs tests: a few seconds of the load, and of the load with one planted
-//! fault, which the checks must detect.
+//! `cargo xtask soak [--minutes N]` runs it for an hour or for N minutes, and `tests/vm/run --dma-buf
+//! --soak N` over rdma_rxe. Without the argument `--soak`, the binary runs tests: a few seconds of
+//! the load, and of the load with one planted fault, which the checks must detect.
 
 #[path = "../trials/mod.rs"]
 mod trials;
@@ -29,6 +29,12 @@ use workers::{WORKERS, second};
 
 /// Exit status of a run that this machine cannot do.
 const MISSING: u8 = 3;
+
+/// The environment variable with the name of an RDMA device that registers dma-bufs.
+pub(crate) const DEVICE: &str = "HMEM_VERBS_DEVICE";
+
+/// The environment variable with the seconds for which the test over an RDMA device runs.
+const RDMA_SECONDS: &str = "HMEM_SOAK_SECONDS";
 
 /// A fault that a test plants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,33 +76,39 @@ pub(crate) struct Options {
     pub(crate) plant: Option<Plant>,
     /// True in the second process, which runs until the first one stops it.
     pub(crate) second: bool,
+    /// True for the RDMA device that [`DEVICE`] names, false for the software NIC.
+    pub(crate) rdma: bool,
 }
 
-const USAGE: &str = "--soak [--minutes N | --seconds N] [--step-limit SECONDS] \
+const USAGE: &str = "--soak [--rdma] [--minutes N | --seconds N] [--step-limit SECONDS] \
                      [--plant leak|memory|region|stale|lost|hang|unchecked]";
 
 impl Options {
     fn parse(mut words: impl Iterator<Item = String>) -> Option<Self> {
         let (hour, limit) = (Duration::from_secs(3600), Duration::from_secs(120));
-        let mut options = Self { duration: hour, step_limit: limit, plant: None, second: false };
+        let mut options =
+            Self { duration: hour, step_limit: limit, plant: None, second: false, rdma: false };
         while let Some(word) = words.next() {
-            if word == "--second" {
-                options.second = true;
-                continue;
-            }
-            let value = words.next()?;
-            let seconds = |unit| Some(Duration::from_secs(value.parse::<u64>().ok()? * unit));
             match word.as_str() {
-                "--minutes" => options.duration = seconds(60)?,
-                "--seconds" => options.duration = seconds(1)?,
-                "--step-limit" => options.step_limit = seconds(1)?,
-                "--plant" => {
-                    options.plant = Some(Plant::ALL.iter().find(|(name, _)| *name == value)?.1);
-                }
-                _ => return None,
+                "--second" => options.second = true,
+                "--rdma" => options.rdma = true,
+                _ => options.set(&word, &words.next()?)?,
             }
         }
         (!options.duration.is_zero()).then_some(options)
+    }
+
+    /// Sets the option `word`, or returns `None` if it has no such value.
+    fn set(&mut self, word: &str, value: &str) -> Option<()> {
+        let seconds = |unit| Some(Duration::from_secs(value.parse::<u64>().ok()? * unit));
+        match word {
+            "--minutes" => self.duration = seconds(60)?,
+            "--seconds" => self.duration = seconds(1)?,
+            "--step-limit" => self.step_limit = seconds(1)?,
+            "--plant" => self.plant = Some(Plant::ALL.iter().find(|(name, _)| *name == value)?.1),
+            _ => return None,
+        }
+        Some(())
     }
 
     /// Returns the time between two samples: a minute, or a quarter of a shorter run.
@@ -237,6 +249,8 @@ trials! {
     /// REL-02
     mixed_load_passes_every_check,
     /// REL-02
+    mixed_load_over_an_rdma_device_passes_every_check,
+    /// REL-02
     leaked_fd_is_caught,
     /// REL-02
     leaked_memory_is_caught,
@@ -268,6 +282,17 @@ fn soak(seconds: u64, extra: &[&str]) -> Result<(bool, String), Skipped> {
 
 fn mixed_load_passes_every_check() -> Outcome {
     let (passed, text) = soak(8, &[])?;
+    assert!(passed && text.matches("passed after").count() == 2, "{text}");
+    Ok(())
+}
+
+fn mixed_load_over_an_rdma_device_passes_every_check() -> Outcome {
+    if env::var_os(DEVICE).is_none() {
+        return Err(Skipped(format!("{DEVICE} names no RDMA device that registers dma-bufs")));
+    }
+    let seconds = env::var(RDMA_SECONDS).map_or(8, |text| text.parse().expect(RDMA_SECONDS));
+    let (passed, text) = soak(seconds, &["--rdma"])?;
+    println!("{text}");
     assert!(passed && text.matches("passed after").count() == 2, "{text}");
     Ok(())
 }

@@ -13,9 +13,9 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, Addressing, AllocationKind, DeviceBuffer, DeviceId, Domain,
-    DomainAttr, DomainBindFlags, Errno, ErrorKind, Hmem, Iface, IfaceExt, Memory, Promise, Raw,
-    Region, RemoteKey, Result, Type2Bind, Type2Kind,
+    Access, Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr,
+    DomainBindFlags, Errno, ErrorKind, Hmem, Iface, IfaceExt, Memory, Promise, Raw, Region,
+    RemoteKey, Result, Type2Bind, Type2Kind,
     event_queue::EventQueue,
     iface::{AllocRequest, IpcHandle},
     loopback::{Faults, Loopback, NicCall},
@@ -119,7 +119,7 @@ fn number(link: &Link, key: &RemoteKey) -> Result<u64> {
 
 /// Replaces pages, and compares the number in each new page with the number that a lookup reaches.
 fn replaced_pages(load: &Load, me: Me<'_>, _: Option<Pipes>) {
-    let link = Link::open(&load.hmem, &load.cached, &load.registered);
+    let link = load.link(&load.cached);
     let mut own = map(1);
     me.steps(|round| {
         let at = Random(round).below(PAGES);
@@ -170,7 +170,7 @@ fn replaced_pages(load: &Load, me: Me<'_>, _: Option<Pipes>) {
 
 /// Looks pages up while [`replaced_pages`] replaces them.
 fn lookups(load: &Load, me: Me<'_>, _: Option<Pipes>) {
-    let link = Link::open(&load.hmem, &load.cached, &load.registered);
+    let link = load.link(&load.cached);
     let mut random = Random(2);
     me.steps(|_| {
         let at = random.below(PAGES);
@@ -190,7 +190,7 @@ fn allocate(load: &Load, len: usize, kind: AllocationKind) -> DeviceBuffer {
 
 /// Looks up device memory that is freed, and allocated again at the same addresses.
 fn device_memory(load: &Load, me: Me<'_>, _: Option<Pipes>) {
-    let link = Link::open(&load.hmem, &load.cached, &load.registered);
+    let link = load.link(&load.cached);
     let kinds = [AllocationKind::Device, AllocationKind::Managed, AllocationKind::Virtual];
     let mut random = Random(3);
     me.steps(|round| {
@@ -225,7 +225,7 @@ fn close<M: Memory>(load: &Load, region: Region<M>) -> M {
 
 /// Registers buffers of the heap and of the device, and moves bytes by writes, reads and messages.
 fn registrations(load: &Load, me: Me<'_>, _: Option<Pipes>) {
-    let link = Link::open(&load.hmem, &load.plain, &load.registered);
+    let link = load.link(&load.plain);
     let mut random = Random(4);
     me.steps(|round| {
         let len = 1 + random.below(SCRATCH);
@@ -282,17 +282,17 @@ fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
 }
 
 /// Asserts that a key reaches nothing.
-fn assert_ended(link: &Link, key: &RemoteKey, me: Me<'_>) {
+fn assert_ended(load: &Load, link: &Link, key: &RemoteKey, me: Me<'_>) {
     let refused = [link.pull(key, 0, 1).map(drop), link.push(key, 0, &[0xFF])];
     for error in refused.map(|moved| moved.expect_err("an ended key moved bytes")) {
-        assert_eq!(error.kind(), ErrorKind::InvalidKey, "{error}");
+        assert_eq!(error.kind(), load.seen(ErrorKind::InvalidKey), "{error}");
     }
     me.passed(Check::EndedKey);
 }
 
 /// Binds windows of types 1 and 2 to parts of a region.
 fn windows(load: &Load, me: Me<'_>, _: Option<Pipes>) {
-    let link = Link::open(&load.hmem, &load.plain, &load.registered);
+    let link = load.link(&load.plain);
     let bytes = pattern(5, SCRATCH);
     let region = register(load, bytes.clone(), Access::MW_BIND | Access::READ | Access::WRITE);
     let mut random = Random(5);
@@ -306,7 +306,7 @@ fn windows(load: &Load, me: Me<'_>, _: Option<Pipes>) {
             let key = window.bind(&region, offset, size, REMOTE).expect("bound");
             assert_bytes(&link.pull(&key, 0, len).expect("read"), &bytes[at..at + len], "a window");
             window.unbind().expect("unbound");
-            assert_ended(&link, &key, me);
+            assert_ended(load, &link, &key, me);
         } else {
             me.begin("a bind of a type 2 window");
             let window = load.plain.alloc_type_2_window(Type2Kind::B).expect("a window");
@@ -315,7 +315,7 @@ fn windows(load: &Load, me: Me<'_>, _: Option<Pipes>) {
                 offset,
                 len: size,
                 access: REMOTE,
-                addressing: Addressing::ZeroBased,
+                addressing: load.addressing(),
                 tag: round as u8,
             };
             let key = window.post_bind(&link.target, &bind, round).expect("posted");
@@ -323,7 +323,7 @@ fn windows(load: &Load, me: Me<'_>, _: Option<Pipes>) {
             assert_bytes(&link.pull(&key, 0, len).expect("read"), &bytes[at..at + len], "a window");
             window.post_invalidate(&link.target, round).expect("posted");
             completion(&*link.target_cq).expect("invalidated");
-            assert_ended(&link, &key, me);
+            assert_ended(load, &link, &key, me);
         }
         me.passed(Check::Bytes);
     });
@@ -332,7 +332,7 @@ fn windows(load: &Load, me: Me<'_>, _: Option<Pipes>) {
 
 /// Grants parts of a region to a peer, and revokes them.
 fn grants(load: &Load, me: Me<'_>, _: Option<Pipes>) {
-    let link = Link::open(&load.hmem, &load.plain, &load.registered);
+    let link = load.link(&load.plain);
     let access = Access::MW_BIND | Access::READ | Access::WRITE;
     let region = register(load, vec![0_u8; SCRATCH], access);
     let mut random = Random(6);
@@ -351,7 +351,7 @@ fn grants(load: &Load, me: Me<'_>, _: Option<Pipes>) {
         assert_eq!(outside, ErrorKind::OutOfBounds);
         me.begin("a revocation");
         grant.revoke().map_err(|refused| refused.error).expect("revoked");
-        assert_ended(&link, &key, me);
+        assert_ended(load, &link, &key, me);
         me.passed(Check::Bytes);
     });
     close(load, region);
@@ -386,6 +386,10 @@ impl Faulty {
         let (plain, asynchronous, events) = (open(), open(), Arc::new(EventQueue::new()));
         asynchronous.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
         Self { nic, device, iface, hmem, plain, asynchronous, events }
+    }
+
+    fn domain(&self) -> Domain {
+        self.hmem.domain("loopback", DomainAttr::default()).expect("a domain")
     }
 
     /// Makes a registration fail on the NIC and in the device's driver.
@@ -455,7 +459,7 @@ impl Faulty {
 /// Injects faults, cancels requests, and forks children, which must not use the parent's NIC.
 fn faults_and_forks(load: &Load, me: Me<'_>, _: Option<Pipes>) {
     let faulty = Faulty::open();
-    let link = Link::open(&faulty.hmem, &faulty.plain, &Registered::default());
+    let link = Link::open(faulty.domain(), &faulty.plain, &Registered::default());
     me.steps(|round| {
         me.begin("failed registrations");
         faulty.failed_registrations(me);
@@ -504,6 +508,7 @@ pub(crate) fn second(options: &Options) -> (Child, Pipes) {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--soak", "--second", "--step-limit", &options.step_limit.as_secs().to_string()]);
     command.args(["--seconds", &options.duration.as_secs().to_string()]);
+    command.args(options.rdma.then_some("--rdma"));
     let mut child =
         command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the second process");
     let to = child.stdin.take().expect("piped");
@@ -513,7 +518,7 @@ pub(crate) fn second(options: &Options) -> (Child, Pipes) {
 
 /// Shares device memory between the two processes: each reads what the other one wrote.
 fn other_process(load: &Load, me: Me<'_>, pipes: Option<Pipes>) {
-    let link = Link::open(&load.hmem, &load.plain, &load.registered);
+    let link = load.link(&load.plain);
     match pipes {
         Some(pipes) => export(load, me, &link, pipes),
         None => import(load, me, &link),

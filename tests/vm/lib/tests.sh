@@ -20,6 +20,8 @@ suite() {
         return
     fi
     [[ ! $no_devices ]] || return 0
+    [[ ! $dma_buf ]] || echo "--package hmem --test soak"
+    ((soak == 0)) || return 0
     echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
     [[ ! $sideway ]] || echo "--manifest-path tests/vm/sideway/Cargo.toml"
     # Real memory with a genuine exporter (/dev/udmabuf).
@@ -132,6 +134,7 @@ place_tests() {
                 ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}"
                 [[ ${name#rdma-} != behaviour ]] || behaviour_arguments
                 [[ ${name#rdma-} != conformance || $filter ]] || echo verbs::
+                [[ ${name#rdma-} != soak || $filter ]] || echo over_an_rdma_device
             } >"$guest_root/tests/$name.arguments"
             printf '%s\n' "cd /tmp" "export HMEM_TEST_CONFIG=verbs HMEM_VERBS_DEVICE=rxe0 HMEM_VERBS_SECOND_DEVICE=rxe1" \
                 >"$guest_root/tests/$name.environment"
@@ -148,6 +151,7 @@ place_tests() {
         [[ ! $workspace ]] || printf '%s=%q\n' repository "$repository" target "$cargo_folder"
         [[ ! $dma_buf ]] || printf '%s\n' preload=/lib/ibv_reg_dmabuf_mr.so 'export HMEM_VERBS_DMA_BUF=1' \
             'export HMEM_VERBS_WINDOW_BOUNDS=1'
+        ((soak == 0)) || printf '%s=%q\n' 'export HMEM_SOAK_SECONDS' $((60 * soak))
     } >"$guest_root/tests/environment"
 }
 
