@@ -112,9 +112,12 @@ fn segment(attach: impl FnOnce(i32) -> *mut libc::c_void) -> *mut libc::c_void {
     }
 }
 
+/// Attaches a segment above a mapped page. When the segment is detached, the free addresses are one
+/// page, which no mapping of another thread takes.
 fn attached() -> *mut libc::c_void {
-    // SAFETY: the kernel chooses the address, so the segment replaces nothing.
-    segment(|id| unsafe { libc::shmat(id, ptr::null(), 0) })
+    let at = own();
+    // SAFETY: the segment replaces the test's own page.
+    segment(|id| unsafe { libc::shmat(id, at, libc::SHM_REMAP) })
 }
 
 /// A function that replaces the page at an address.
