@@ -3,6 +3,8 @@
 //! Each test runs in a process of its own, because mappings and their limit belong to the process.
 
 mod child;
+mod machine;
+mod trials;
 
 use std::{fs, ptr};
 
@@ -14,6 +16,18 @@ use hmem::{
     system::monitor::HostMonitorKind,
 };
 use rustix::param::page_size;
+use trials::{Outcome, skip, trials};
+
+trials! {
+    /// MON-10
+    cached_pages_leave_the_application_its_mappings,
+    /// MON-10
+    cached_pages_under_userfaultfd_leave_mappings_free,
+    /// MON-10
+    slow_million_cached_pages_leave_mappings_free,
+    /// MON-10
+    slow_million_pages_under_userfaultfd_leave_mappings_free,
+}
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 
@@ -135,36 +149,34 @@ fn with_userfaultfd_alone(pages: usize) {
     assert!(why.contains("refused so far"), "{why}");
 }
 
-/// MON-10
-#[test]
-fn cached_pages_leave_the_application_its_mappings() {
+fn cached_pages_leave_the_application_its_mappings() -> Outcome {
+    skip(machine::without_userfaultfd())?;
     if child::alone("cached_pages_leave_the_application_its_mappings", &[]) {
         with_defaults(PAGES);
     }
+    Ok(())
 }
 
-/// MON-10
-#[test]
-fn cached_pages_under_userfaultfd_leave_mappings_free() {
+fn cached_pages_under_userfaultfd_leave_mappings_free() -> Outcome {
+    skip(machine::without_userfaultfd())?;
     if child::alone("cached_pages_under_userfaultfd_leave_mappings_free", &[]) {
         with_userfaultfd_alone(PAGES);
     }
+    Ok(())
 }
 
-/// MON-10
-#[test]
-#[ignore = "the slow tier: a million pages"]
-fn a_million_cached_pages_leave_mappings_free() {
-    if child::alone("a_million_cached_pages_leave_mappings_free", &[]) {
+fn slow_million_cached_pages_leave_mappings_free() -> Outcome {
+    skip(machine::without_userfaultfd())?;
+    if child::alone("slow_million_cached_pages_leave_mappings_free", &[]) {
         with_defaults(1_000_000);
     }
+    Ok(())
 }
 
-/// MON-10
-#[test]
-#[ignore = "the slow tier: a million pages"]
-fn a_million_pages_under_userfaultfd_leave_mappings_free() {
-    if child::alone("a_million_pages_under_userfaultfd_leave_mappings_free", &[]) {
+fn slow_million_pages_under_userfaultfd_leave_mappings_free() -> Outcome {
+    skip(machine::without_userfaultfd())?;
+    if child::alone("slow_million_pages_under_userfaultfd_leave_mappings_free", &[]) {
         with_userfaultfd_alone(1_000_000);
     }
+    Ok(())
 }

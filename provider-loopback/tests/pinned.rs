@@ -1,5 +1,5 @@
-//! Tests of pinned pages that count what the whole process pins, or break one of its io_urings. Each
-//! runs alone.
+//! Tests of pinned pages that count what the whole process pins, or break one of its io_urings.
+//! Each runs alone.
 
 mod support;
 #[path = "../../tests/trials/mod.rs"]

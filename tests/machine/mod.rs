@@ -36,7 +36,8 @@ pub(crate) fn pages() -> RemapPolicy {
 pub(crate) fn without_userfaultfd() -> Option<String> {
     let builder = Hmem::builder().without_vendor_ifaces();
     let hmem = builder.cache_monitor(HostMonitorKind::UserFaultFd).build();
-    hmem.err().map(|error| error.to_string())
+    let hmem = hmem.expect("the ifaces start");
+    hmem.cache_monitor().err().map(|error| error.to_string())
 }
 
 /// Returns how many bytes this process may lock: `u64::MAX` with `CAP_IPC_LOCK`.
