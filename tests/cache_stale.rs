@@ -38,11 +38,11 @@ trials! {
     code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache,
     /// MR-07
     without_a_monitor_every_cause_leaves_stale_hits,
-    /// CACHE-11
+    /// CACHE-11, ARM-04
     memhooks_leave_no_stale_hit_even_for_a_second_thread,
     /// CACHE-11
     userfaultfd_leaves_no_stale_hit_for_the_thread_that_unmaps,
-    /// CACHE-11
+    /// CACHE-11, ARM-04
     memhooks_with_userfaultfd_leave_no_stale_hit,
     /// CACHE-11
     slow_memhooks_leave_no_stale_hit_in_a_million_rounds,

@@ -102,8 +102,8 @@ fn info_shows_gdrcopy_or_the_reason_for_its_absence() {
 ///
 /// `HMEM_CUDA_MONITOR` selects the monitor. The default is `cuda-hooks+identity` if the driver's
 /// functions can be hooked.
-#[cfg(target_arch = "x86_64")]
 #[test]
+#[cfg_attr(not(target_arch = "x86_64"), ignore = "the fake driver cannot be hooked there")]
 fn info_shows_the_monitor_of_cuda_memory_with_its_reason() {
     for (asked, name, words) in [
         ("", "cuda-hooks+identity", "hooked functions of"),
@@ -129,8 +129,8 @@ fn info_shows_the_monitor_of_cuda_memory_with_its_reason() {
 /// CACHE-12
 ///
 /// The command does not start a monitor that a variable disables.
-#[cfg(target_arch = "x86_64")]
 #[test]
+#[cfg_attr(not(target_arch = "x86_64"), ignore = "the fake driver cannot be hooked there")]
 fn disabled_monitor_is_listed_with_its_variable_and_not_started() {
     const VARIABLE: &str = "FI_MR_CUDA_CACHE_MONITOR_ENABLED";
     // With --verbose, a monitor logs its start.

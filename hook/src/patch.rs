@@ -194,8 +194,10 @@ impl Patches {
         // SAFETY: the page is code of the library; it stays readable and executable.
         unsafe { rustix::mm::mprotect(at, page, code | MprotectFlags::WRITE) }.map_err(refused)?;
         let written = write();
-        // SAFETY: the page is code of the library, and the call restores the usual protection of
-        // code.
+        // SAFETY: the page is code of the library; it stays readable and executable. On aarch64 the
+        // page loses the kernel's check of branch targets (PROT_BTI) until the process ends: with
+        // it, an indirect call of the function would have to land on an instruction that the patch
+        // replaces.
         unsafe { rustix::mm::mprotect(at, page, code) }.map_err(refused)?;
         if written {
             Ok(())

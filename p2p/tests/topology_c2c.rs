@@ -42,7 +42,7 @@ fn findings(topology: &Topology, gpu: BusId, nic: &str) -> Vec<(&'static str, St
     found.into_iter().map(|finding| (finding.name, finding.what)).collect()
 }
 
-/// P2P-05: the ids are those of the kernel's vfio driver for GPUs with NVLink-C2C.
+/// P2P-05, ARM-05: the ids are those of the kernel's vfio driver for GPUs with NVLink-C2C.
 #[test]
 fn devices_with_a_coherent_link_are_known_by_their_ids() {
     let links = |name: &str| {
@@ -56,7 +56,7 @@ fn devices_with_a_coherent_link_are_known_by_their_ids() {
     assert_eq!(links("hgx-h100"), [(false, false); 8]);
 }
 
-/// P2P-05: a path over NVLink-C2C passes one host bridge, that of the NIC.
+/// P2P-05, ARM-05: a path over NVLink-C2C passes one host bridge, that of the NIC.
 #[test]
 fn nics_of_the_cpu_are_near_a_gpu_over_c2c() {
     let gh200 = open("gh200");

@@ -38,8 +38,8 @@ const CHECK_AARCH64: &[(&str, &str)] = &[
     ("AR_aarch64_unknown_linux_gnu", "true"),
 ];
 
-/// The tests of patched functions with the processors emulated in turns, in which no processor
-/// translates an instruction while another one stores it.
+/// The tests of patched functions with the processors emulated in turns: QEMU never translates an
+/// instruction for one processor while the other processor stores it.
 const AARCH64_HOOKS_IN_TURNS: Step = step(&[
     "tests/vm/run",
     "--target",

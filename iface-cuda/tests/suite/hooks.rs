@@ -164,6 +164,7 @@ const KINDS: [AllocationKind; 4] = [
 
 /// MON-07
 #[test]
+#[cfg_attr(not(target_arch = "x86_64"), ignore = "the fake driver cannot be hooked there")]
 fn hooked_frees_notify_before_the_memory_is_freed() {
     each(|world, monitor| {
         assert_eq!(
@@ -201,6 +202,7 @@ fn hooked_frees_notify_before_the_memory_is_freed() {
 
 /// MON-07
 #[test]
+#[cfg_attr(not(target_arch = "x86_64"), ignore = "the fake driver cannot be hooked there")]
 fn hits_with_hooks_query_only_stream_ordered_memory() {
     each(|world, monitor| {
         let kinds = [&KINDS[..], &[AllocationKind::Virtual]].concat();
@@ -221,6 +223,7 @@ fn hits_with_hooks_query_only_stream_ordered_memory() {
 /// If the driver does not know the range of freed memory, everything is invalidated. A null pointer
 /// invalidates nothing.
 #[test]
+#[cfg_attr(not(target_arch = "x86_64"), ignore = "the fake driver cannot be hooked there")]
 fn free_of_unknown_extent_invalidates_all_memory() {
     each(|world, monitor| {
         let memory = world.allocate(4096, AllocationKind::Device);
@@ -250,6 +253,7 @@ fn free_of_unknown_extent_invalidates_all_memory() {
 /// The release of a primary context invalidates all memory if the application makes it, and nothing
 /// if the iface makes it and none of its memory is left there.
 #[test]
+#[cfg_attr(not(target_arch = "x86_64"), ignore = "the fake driver cannot be hooked there")]
 fn only_a_context_release_of_the_application_invalidates_all() {
     each(|world, monitor| {
         let context = world.app.create_context();
@@ -298,6 +302,7 @@ fn only_a_context_release_of_the_application_invalidates_all() {
 
 /// MON-03
 #[test]
+#[cfg_attr(not(target_arch = "x86_64"), ignore = "the fake driver cannot be hooked there")]
 fn hooks_are_patched_once_and_restored_by_the_last_user() {
     for world in worlds(CudaMonitorKind::Identity) {
         let functions = &world.app.functions;
@@ -331,6 +336,7 @@ fn hooks_are_patched_once_and_restored_by_the_last_user() {
 /// The monitor explains its method of detection. Functions that the caller passed are patched only
 /// if the caller selects `Hooks`.
 #[test]
+#[cfg_attr(not(target_arch = "x86_64"), ignore = "the fake driver cannot be hooked there")]
 fn monitor_explains_its_choice() {
     let auto = if vendor_files::is_required("cuda", "real") {
         ("cuda-hooks+identity", "notify before the memory is freed")

@@ -12,7 +12,6 @@ mod faults;
 mod flush;
 mod gdrcopy;
 mod gpu;
-#[cfg(target_arch = "x86_64")]
 mod hooks;
 mod ipc;
 mod monitor;

@@ -83,10 +83,10 @@ boot() {
         -kernel "$cache/kernel/$kernel_release/image" -initrd "$work/initramfs"
         -append "console=$console quiet panic=-1 oops=panic mitigations=off random.trust_cpu=on")
     case $target in
-    # Plain emulation in one thread behaves alike everywhere, nested machines included.
+    # Emulation in one thread gives the same results on every host, also in a nested machine.
     x86_64) command+=(-machine q35 -accel "tcg,thread=single") ;;
-    # The guest has more to do, and a weaker memory order than this machine, which QEMU can emulate
-    # in two threads.
+    # The workspace's tests take long, so each processor is emulated in a thread of its own. QEMU
+    # allows that, since aarch64 promises a weaker order of memory accesses than the host.
     aarch64)
         command+=(-machine virt -accel "tcg,thread=$([[ $in_turns ]] && echo single || echo multi)"
             -cpu "max,pauth-impdef=on")

@@ -1,8 +1,8 @@
 # A kernel for aarch64 with pages of 64 KiB, built from the distribution's source: the distribution
 # has no such kernel.
 
-# Sets kernel_release, and fills $cache/kernel/$kernel_release/image. It is built again
-# for a newer source or another configuration only.
+# Sets kernel_release, and fills $cache/kernel/$kernel_release/image. The kernel is built only if the
+# cache has none of the newest source with the present configuration.
 build_kernel_64k() {
     local series=$1 program version sum folder tree
     packages_for guest

@@ -22,9 +22,8 @@ select_target() {
     qemu=qemu-system-$target
 }
 
-# Exports what cargo needs to build for the guest, if this machine has another processor. Code is
-# optimised, because emulation is slow. Debug
-# information would be most of what the guest reads.
+# Exports what cargo needs to build for the guest, if this machine has another processor. Emulation is
+# slow, so code is optimised, and has no debug information, which the guest would have to read.
 select_cross_build() {
     local upper=${target^^}
     cargo_target=()

@@ -64,6 +64,7 @@ fn waiter_gets_no_region_of_replaced_memory() {
     });
 }
 
+/// ARM-04: on x86-64 the exchange is a fence itself, and would hide that this one is missing.
 #[test]
 fn invalidation_fails_without_the_fence_after_its_exchange() {
     fails_without(ANNOUNCE, registration_against_an_invalidation, &[REPLACED]);
