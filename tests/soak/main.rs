@@ -1,9 +1,10 @@
 //! Mixed load from eight threads in each of two processes, with checked bytes, keys, counters and
 //! resources.
 //!
-//! `cargo xtask soak [--minutes N]` runs it for an hour or for N minutes, and `tests/vm/run --dma-buf
-//! --soak N` over rdma_rxe. Without the argument `--soak`, the binary runs tests: a few seconds of
-//! the load, and of the load with one planted fault, which the checks must detect.
+//! `cargo xtask soak [--minutes N]` runs it for an hour or for N minutes, and
+//! `tests/vm/run --dma-buf --soak N` over rdma_rxe. Without the argument `--soak`, the binary runs
+//! tests: a few seconds of the load, and of the load with one planted fault, which the checks must
+//! detect.
 
 #[path = "../trials/mod.rs"]
 mod trials;
