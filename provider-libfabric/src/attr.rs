@@ -1,4 +1,4 @@
-//! Attributes of a borrowed domain, read from the `fi_info` with which the program opened it.
+//! Attributes of a domain, read from the `fi_info` with which it was opened.
 
 #![allow(unsafe_code, reason = "reads the structs of an `fi_info`")]
 
@@ -31,7 +31,7 @@ pub(super) struct Overrides {
     pub(super) own_cache: Option<bool>,
 }
 
-/// Attributes of a borrowed domain.
+/// Attributes of a domain.
 #[derive(Clone, Debug)]
 pub(super) struct DomainAttr {
     pub(super) provider_attr: ProviderAttr,
@@ -71,7 +71,7 @@ impl DomainAttr {
         let pci_bus_id = unsafe { pci_bus_id(info) };
         let name = format!("{}:{}", names.provider, names.domain);
         let nic = Nic { provider: "libfabric".into(), name, pci_bus_id };
-        tracing::debug!(%nic, api = version_text(api_version), mr_mode, dma_buf, "borrowed domain");
+        tracing::debug!(%nic, api = version_text(api_version), mr_mode, dma_buf, "attributes read");
         let provider_attr = ProviderAttr {
             nic,
             required_mr_mode: required(mr_mode),

@@ -1,4 +1,4 @@
-//! [`FabricDomain`], which implements core's traits for a domain that the program opened.
+//! [`FabricDomain`], which implements core's traits for a domain of libfabric.
 
 #![allow(unsafe_code, reason = "calls libfabric's objects, and registers by address")]
 
@@ -8,171 +8,36 @@ use std::{
     fmt, mem,
     os::fd::AsRawFd,
     ptr,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, atomic::Ordering},
 };
 
 use hmem_core::{
-    Access, Addressing, Domain, Error, ErrorKind, IfaceKind, Iova, MrFlags, ProcessMark, RawKey,
-    RemoteKey, Result,
+    Access, Addressing, Domain, ErrorKind, IfaceKind, Iova, MrFlags, RawKey, RemoteKey, Result,
     provider::{
         Backing, CompositeKeys, Enabling, KeyRequest, LiveObjects, Piece, ProviderAttr,
         ProviderDomain, ProviderRegion, RawKeys, Registration,
     },
     registration::RegisteredMemory,
 };
-use parking_lot::{Mutex, ReentrantMutex, ReentrantMutexGuard};
+use parking_lot::Mutex;
 use rustc_hash::FxHashSet;
 
 use super::{
     attr::DomainAttr,
     errors,
+    open::{DomainGuard, OpenDomain, Unfinished, close_all},
     region::{Part, Parts, Region, Regions},
     settings::{EndpointPointer, Settings},
-    sys::{self, fi_mr_attr, fi_mr_dmabuf, fi_mr_map_raw, fi_mr_raw_attr, fid, fid_domain, iovec},
+    sys::{self, fi_mr_attr, fi_mr_dmabuf, fi_mr_map_raw, fi_mr_raw_attr, iovec},
 };
 
 const REGATTR: &str = "fi_mr_regattr";
-const CLOSE: &str = "fi_close(mr)";
 
 /// Number of keys that a registration tries if the application leaves the choice to the provider.
 /// The numbers are random, so that a second attempt is already rare.
 const KEY_ATTEMPTS: usize = 16;
 
-/// The value that the application passes to
-/// [`Builder::with_domain`](super::Builder::with_domain). It keeps the application's domain alive.
-pub(super) type ForeignOwner = Box<dyn Any + Send + Sync>;
-
-/// A `fid_domain` that the application opened, with its attributes.
-pub(super) struct BorrowedDomain {
-    pub(super) domain: *mut fid_domain,
-    pub(super) attr: DomainAttr,
-    /// Endpoint of regions whose request names none.
-    pub(super) endpoint: Option<EndpointPointer>,
-    /// Serialises calls of the domain and its objects; used if [`DomainAttr::serial`] is true. A
-    /// thread takes it before the lock of the table of regions, never after.
-    pub(super) lock: ReentrantMutex<()>,
-    /// Number of the next key that the provider chooses. Starts at a random number.
-    pub(super) next_key: AtomicU64,
-    /// `None` only while the value is dropped.
-    pub(super) owner: Option<ForeignOwner>,
-    pub(super) process: ProcessMark,
-}
-
-// SAFETY: libfabric's objects belong to no thread. Calls are serialised by `lock` unless the
-// program opened the domain with FI_THREAD_SAFE. The owner is Send.
-unsafe impl Send for BorrowedDomain {}
-// SAFETY: calls are serialised by `lock` unless the program opened the domain with FI_THREAD_SAFE.
-// The owner is Sync and never accessed.
-unsafe impl Sync for BorrowedDomain {}
-
-/// A forked child leaks the owner, which could close the parent's domain.
-impl Drop for BorrowedDomain {
-    fn drop(&mut self) {
-        if !self.process.is_current() {
-            mem::forget(self.owner.take());
-        }
-    }
-}
-
-/// Guard that keeps this provider from calling a libfabric domain or an object of the domain.
-///
-/// The thread that holds the guard may register and close regions.
-#[derive(Debug)]
-#[must_use = "the provider waits only while the guard exists"]
-pub struct DomainGuard<'d> {
-    _guard: Option<ReentrantMutexGuard<'d, ()>>,
-}
-
-impl BorrowedDomain {
-    /// Takes the lock, if the program opened the domain without FI_THREAD_SAFE.
-    pub(super) fn lock(&self) -> DomainGuard<'_> {
-        DomainGuard { _guard: self.attr.serial.then(|| self.lock.lock()) }
-    }
-
-    fn name(&self) -> String {
-        self.attr.provider_attr.nic.to_string()
-    }
-
-    fn refuse(&self, kind: ErrorKind, operation: &'static str, why: &'static str) -> Error {
-        Error::new(kind, operation).provider(self.name()).remedy(why)
-    }
-
-    /// Converts the return value of a libfabric call to a result.
-    fn check(&self, operation: &'static str, returned: c_int) -> Result<()> {
-        match returned {
-            0 => Ok(()),
-            returned => Err(errors::call(self.name(), operation, returned)),
-        }
-    }
-
-    /// Calls `fi_control` of an object.
-    ///
-    /// # Safety
-    /// `object` is an open object of the domain, and `argument` is that of `command`.
-    unsafe fn control(
-        &self,
-        operation: &'static str,
-        object: *mut fid,
-        (command, argument): (c_int, *mut c_void),
-    ) -> Result<()> {
-        let _guard = self.lock();
-        // SAFETY: the caller promises an open object, so its table is valid.
-        let control = unsafe { (*(*object).ops).control }.ok_or_else(|| self.lacks(operation))?;
-        // SAFETY: the caller promises an open object and the argument of the command.
-        self.check(operation, unsafe { control(object, command, argument) })
-    }
-
-    #[cold]
-    fn lacks(&self, operation: &'static str) -> Error {
-        self.refuse(ErrorKind::Unsupported, operation, "use a provider that has this call")
-    }
-
-    /// Closes a registration.
-    ///
-    /// # Safety
-    /// The registration is open. After success nothing uses it.
-    unsafe fn close(&self, part: &Part) -> Result<()> {
-        let object: *mut fid = part.mr.cast();
-        let _guard = self.lock();
-        // SAFETY: the caller promises an open registration, so its table is valid.
-        let close = unsafe { (*(*object).ops).close }.ok_or_else(|| self.lacks(CLOSE))?;
-        // SAFETY: the caller promises an open registration that nothing uses after success.
-        let closed = self.check(CLOSE, unsafe { close(object) });
-        closed.map_err(|error| error.context("range", part.range))
-    }
-
-    /// Makes a registration usable: binds it to its endpoint in ENDPOINT mode, and enables it.
-    ///
-    /// # Safety
-    /// The registration is open, and the endpoint is an open endpoint of the domain.
-    unsafe fn start(
-        &self,
-        part: &Part,
-        endpoint: Option<EndpointPointer>,
-        enabled: bool,
-    ) -> Result<()> {
-        if let Some(endpoint) = endpoint {
-            const BIND: &str = "fi_mr_bind";
-            let object: *mut fid = part.mr.cast();
-            let _guard = self.lock();
-            // SAFETY: the registration is open, so its table is valid.
-            let bind = unsafe { (*(*object).ops).bind }.ok_or_else(|| self.lacks(BIND))?;
-            // SAFETY: the caller promises that both objects are open in this domain.
-            self.check(BIND, unsafe { bind(object, endpoint.0, 0) })?;
-        }
-        if !enabled { Ok(()) } else { self.enable(part) }
-    }
-
-    fn enable(&self, part: &Part) -> Result<()> {
-        // SAFETY: the registration is open, and this command has no argument.
-        unsafe { self.control("fi_mr_enable", part.mr.cast(), (sys::FI_ENABLE, ptr::null_mut())) }
-    }
-}
-
-/// A domain in a `fid_domain` of the program, with calls that [`Domain`] does not have.
+/// A domain in a `fid_domain`, with calls that [`Domain`] does not have.
 ///
 /// ```no_run
 /// use hmem_core::Domain;
@@ -184,7 +49,7 @@ impl BorrowedDomain {
 /// # Ok(()) }
 /// ```
 pub struct FabricDomain {
-    pub(super) borrowed: Arc<BorrowedDomain>,
+    pub(super) open: Arc<OpenDomain>,
     pub(super) regions: Regions,
     /// The keys that the application mapped with `map_raw`.
     pub(super) mapped: Mutex<FxHashSet<u64>>,
@@ -197,10 +62,10 @@ impl FabricDomain {
         (domain.provider_domain() as &dyn Any).downcast_ref()
     }
 
-    /// Returns the `fid_domain` of the program.
+    /// Returns the `fid_domain`.
     #[must_use]
     pub fn as_ptr(&self) -> *mut c_void {
-        self.borrowed.domain.cast()
+        self.open.domain.cast()
     }
 
     /// Keeps this provider from calling the libfabric domain and its objects, until the guard is
@@ -211,17 +76,17 @@ impl FabricDomain {
     /// or closes regions. The cache of a domain has a thread that closes regions. With
     /// `FI_THREAD_SAFE` the guard does nothing.
     pub fn lock(&self) -> DomainGuard<'_> {
-        self.borrowed.lock()
+        self.open.lock()
     }
 
     /// Returns the raw key of a registration.
     pub(super) fn raw_key_of(&self, part: &Part) -> Result<RawKey> {
         const RAW: &str = "fi_mr_raw_attr";
-        if self.borrowed.attr.mr_mode & sys::FI_MR_RAW == 0 {
+        if self.open.attr.mr_mode & sys::FI_MR_RAW == 0 {
             let why = "send the key itself: the domain has no raw keys (RAW mode)";
-            return Err(self.borrowed.refuse(ErrorKind::Unsupported, RAW, why));
+            return Err(self.open.refuse(ErrorKind::Unsupported, RAW, why));
         }
-        let (mut base, mut len) = (0, self.borrowed.attr.key_size);
+        let (mut base, mut len) = (0, self.open.attr.key_size);
         let mut raw = vec![0; len];
         let (base_addr, raw_key, key_size) = (&raw mut base, raw.as_mut_ptr(), &raw mut len);
         let mut attr = fi_mr_raw_attr { flags: 0, base_addr, raw_key, key_size };
@@ -229,7 +94,7 @@ impl FabricDomain {
         // SAFETY: the table of regions has the registration, so it is open. The buffers outlive the
         // call, which writes at most `len` bytes of key.
         unsafe {
-            self.borrowed.control(RAW, part.mr.cast(), (sys::FI_GET_RAW_MR, argument))?;
+            self.open.control(RAW, part.mr.cast(), (sys::FI_GET_RAW_MR, argument))?;
         }
         raw.truncate(len);
         Ok(RawKey(raw))
@@ -237,7 +102,7 @@ impl FabricDomain {
 
     /// Registers one piece. The region is not yet bound and enabled.
     fn register_piece(&self, request: &Registration<'_>, piece: &Piece<'_>) -> Result<Part> {
-        let borrowed = &*self.borrowed;
+        let open = &*self.open;
         let range = piece.range;
         let (iov, dma_buf);
         let mut attr = fi_mr_attr::EMPTY;
@@ -262,7 +127,7 @@ impl FabricDomain {
             Backing::PeerMemory { address, .. } => address.0,
             Backing::Staged { .. } => {
                 let why = "use a direct path: this provider copies nothing";
-                return Err(borrowed.refuse(ErrorKind::Unsupported, REGATTR, why));
+                return Err(open.refuse(ErrorKind::Unsupported, REGATTR, why));
             }
         };
         if flags & sys::FI_MR_DMABUF == 0 {
@@ -298,33 +163,33 @@ impl FabricDomain {
         attr: &mut fi_mr_attr,
         flags: u64,
     ) -> Result<*mut sys::fid_mr> {
-        let borrowed = &*self.borrowed;
+        let open = &*self.open;
         // SAFETY: the owner keeps the domain open, so its table is valid.
-        let regattr = unsafe { (*(*borrowed.domain).mr).regattr };
-        let regattr = regattr.ok_or_else(|| borrowed.lacks(REGATTR))?;
+        let regattr = unsafe { (*(*open.domain).mr).regattr };
+        let regattr = regattr.ok_or_else(|| open.lacks(REGATTR))?;
         let mut mr = ptr::null_mut();
         let mut call = |requested_key: u64| {
             attr.requested_key = requested_key;
-            let _guard = borrowed.lock();
+            let _guard = open.lock();
             // SAFETY: the owner keeps the domain open. The attributes, with the range that they
             // point to, outlive the call. The caller of `ProviderDomain::register` promised that
             // the NIC may access the range.
             let returned =
-                unsafe { regattr(borrowed.domain.cast(), &raw const *attr, flags, &raw mut mr) };
-            borrowed.check(REGATTR, returned).map_err(|error| match key {
+                unsafe { regattr(open.domain.cast(), &raw const *attr, flags, &raw mut mr) };
+            open.check(REGATTR, returned).map_err(|error| match key {
                 KeyRequest::Application(key) => error.context("key", format_args!("{key:#x}")),
                 KeyRequest::Provider => error,
             })
         };
         let registered = match key {
             KeyRequest::Application(key) => call(key),
-            KeyRequest::Provider if borrowed.attr.mr_mode & sys::FI_MR_PROV_KEY != 0 => call(0),
+            KeyRequest::Provider if open.attr.mr_mode & sys::FI_MR_PROV_KEY != 0 => call(0),
             KeyRequest::Provider => {
                 let mut left = KEY_ATTEMPTS;
                 loop {
-                    let chosen = borrowed.next_key.fetch_add(1, Ordering::Relaxed);
+                    let chosen = open.next_key.fetch_add(1, Ordering::Relaxed);
                     left -= 1;
-                    match call(chosen & borrowed.attr.key_mask()) {
+                    match call(chosen & open.attr.key_mask()) {
                         Err(error) if error.kind() == ErrorKind::NoKey && left > 0 => {}
                         other => break other,
                     }
@@ -334,7 +199,7 @@ impl FabricDomain {
         registered?;
         if mr.is_null() {
             let why = "report this to the authors of the provider: it returned no region";
-            return Err(borrowed.refuse(ErrorKind::Driver, REGATTR, why));
+            return Err(open.refuse(ErrorKind::Driver, REGATTR, why));
         }
         Ok(mr)
     }
@@ -362,7 +227,7 @@ impl FabricDomain {
             _ if matches!(piece.backing, Backing::DmaBuf { .. }) => Ok((sys::FI_HMEM_SYSTEM, 0)),
             _ => {
                 let why = "use a dma-buf: libfabric has no number for the iface";
-                let error = self.borrowed.refuse(ErrorKind::Unsupported, REGATTR, why);
+                let error = self.open.refuse(ErrorKind::Unsupported, REGATTR, why);
                 Err(error.context("iface", iface))
             }
         }
@@ -370,8 +235,8 @@ impl FabricDomain {
 
     /// Checks the parts of a request that libfabric ignores silently.
     fn check(&self, request: &Registration<'_>, pieces: &[Piece<'_>]) -> Result<()> {
-        let DomainAttr { caps, auth_key_size, .. } = self.borrowed.attr;
-        let refuse = |why| Err(self.borrowed.refuse(ErrorKind::Unsupported, REGATTR, why));
+        let DomainAttr { caps, auth_key_size, .. } = self.open.attr;
+        let refuse = |why| Err(self.open.refuse(ErrorKind::Unsupported, REGATTR, why));
         let narrow = Access::REMOTE_RMA_WRITE | Access::REMOTE_ATOMIC;
         let grants_both =
             request.access.contains(Access::REMOTE_WRITE) || request.access.contains(narrow);
@@ -397,14 +262,14 @@ impl FabricDomain {
 
     /// Returns the endpoint to which a region must be bound; `None` outside of ENDPOINT mode.
     fn endpoint(&self, settings: Settings) -> Result<Option<EndpointPointer>> {
-        if self.borrowed.attr.mr_mode & sys::FI_MR_ENDPOINT == 0 {
+        if self.open.attr.mr_mode & sys::FI_MR_ENDPOINT == 0 {
             return Ok(None);
         }
-        let endpoint = settings.endpoint.or(self.borrowed.endpoint);
+        let endpoint = settings.endpoint.or(self.open.endpoint);
         endpoint.map(Some).ok_or_else(|| {
             let why = "name the endpoint by Builder::endpoint or Settings::endpoint: the domain \
                        binds each region to one (FI_MR_ENDPOINT)";
-            self.borrowed.refuse(ErrorKind::InvalidArgument, "register", why)
+            self.open.refuse(ErrorKind::InvalidArgument, "register", why)
         })
     }
 }
@@ -417,34 +282,12 @@ fn access_bits(access: Access) -> u64 {
     bits.bits()
 }
 
-/// Registrations that a call has made so far. Dropping the value closes them.
-struct Unfinished<'a> {
-    borrowed: &'a BorrowedDomain,
-    parts: Parts,
-}
-
-impl Drop for Unfinished<'_> {
-    fn drop(&mut self) {
-        close_all(self.borrowed, &mut self.parts, "a part of a refused region stays registered");
-    }
-}
-
-/// Closes registrations that no table has, and logs those that cannot be closed.
-fn close_all(borrowed: &BorrowedDomain, parts: &mut Parts, trouble: &str) {
-    while let Some(part) = parts.pop() {
-        // SAFETY: the registration is open, and only `parts` had it.
-        if let Err(error) = unsafe { borrowed.close(&part) } {
-            tracing::error!(error = %error.full(), "{trouble}");
-        }
-    }
-}
-
 // SAFETY: the table of regions resolves every handle before a call of libfabric, and tokens are
 // never used again. The caller of `with_domain` promised that nothing uses a region after
 // `fi_close` has succeeded. The provider posts nothing.
 unsafe impl ProviderDomain for FabricDomain {
     fn attr(&self) -> &ProviderAttr {
-        &self.borrowed.attr.provider_attr
+        &self.open.attr.provider_attr
     }
 
     unsafe fn register(
@@ -452,29 +295,29 @@ unsafe impl ProviderDomain for FabricDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        self.borrowed.process.check("register")?;
+        self.open.process.check("register")?;
         self.check(request, pieces)?;
         let endpoint = self.endpoint(Settings::of(request.extension))?;
         // Outside of ENDPOINT mode, only a region that waits for a counter is disabled at first.
         let enable = request.enabled && endpoint.is_some();
-        let mut made = Unfinished { borrowed: &self.borrowed, parts: Parts::new() };
+        let mut made = Unfinished { open: &self.open, parts: Parts::new() };
         for piece in pieces {
             let part = self.register_piece(request, piece)?;
             made.parts.push(part);
             // SAFETY: the registration was made just now. The caller of `Settings::endpoint` or
             // `Builder::endpoint` promised an open endpoint of the domain.
-            unsafe { self.borrowed.start(&part, endpoint, enable) }?;
+            unsafe { self.open.start(&part, endpoint, enable) }?;
         }
         let parts = mem::take(&mut made.parts);
         Ok(self.regions.insert(Region { parts, addressing: request.addressing }))
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
-        self.borrowed.process.check("deregister")?;
+        self.open.process.check("deregister")?;
         let mut taken = self.regions.take(region, "deregister")?;
         while let Some(part) = taken.parts.last() {
             // SAFETY: only this call has the region since it left the table.
-            if let Err(error) = unsafe { self.borrowed.close(part) } {
+            if let Err(error) = unsafe { self.open.close(part) } {
                 self.regions.put_back(region, taken);
                 return Err(error);
             }
@@ -502,16 +345,16 @@ unsafe impl ProviderDomain for FabricDomain {
     }
 
     fn raw_keys(&self) -> Option<&dyn RawKeys> {
-        (self.borrowed.attr.mr_mode & sys::FI_MR_RAW != 0).then_some(self as _)
+        (self.open.attr.mr_mode & sys::FI_MR_RAW != 0).then_some(self as _)
     }
 }
 
 impl Enabling for FabricDomain {
     fn enable(&self, region: ProviderRegion) -> Result<()> {
-        self.borrowed.process.check("enable")?;
-        let _guard = self.borrowed.lock();
+        self.open.process.check("enable")?;
+        let _guard = self.open.lock();
         self.regions.with(region, "enable", |region| {
-            region.parts.iter().try_for_each(|part| self.borrowed.enable(part))
+            region.parts.iter().try_for_each(|part| self.open.enable(part))
         })
     }
 }
@@ -524,13 +367,13 @@ impl CompositeKeys for FabricDomain {
 
 impl RawKeys for FabricDomain {
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
-        self.borrowed.process.check("raw key")?;
-        let _guard = self.borrowed.lock();
+        self.open.process.check("raw key")?;
+        let _guard = self.open.lock();
         self.regions.with(region, "raw key", |region| match &region.parts[..] {
             [part] => self.raw_key_of(part),
             _ => {
                 let why = "register each range by itself, or send FabricMr::raw_key of each";
-                Err(self.borrowed.refuse(ErrorKind::Unsupported, "raw key", why))
+                Err(self.open.refuse(ErrorKind::Unsupported, "raw key", why))
             }
         })
     }
@@ -542,7 +385,7 @@ impl RawKeys for FabricDomain {
         addressing: Addressing,
         raw: &RawKey,
     ) -> Result<RemoteKey> {
-        self.borrowed.process.check("map raw key")?;
+        self.open.process.check("map raw key")?;
         let mut bytes = raw.0.clone();
         let mut key = 0;
         let mut map = fi_mr_map_raw {
@@ -554,31 +397,31 @@ impl RawKeys for FabricDomain {
         };
         let command = (sys::FI_MAP_RAW_MR, (&raw mut map).cast());
         // SAFETY: the owner keeps the domain open. The buffers outlive the call.
-        unsafe { self.borrowed.control("fi_mr_map_raw", self.borrowed.domain.cast(), command) }?;
+        unsafe { self.open.control("fi_mr_map_raw", self.open.domain.cast(), command) }?;
         self.mapped.lock().insert(key);
         Ok(RemoteKey::mapped(addressing, base, len, key))
     }
 
     fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
-        self.borrowed.process.check("unmap key")?;
+        self.open.process.check("unmap key")?;
         let mut number = key.as_u64()?;
         if !key.is_mapped() || !self.mapped.lock().remove(&number) {
             let why = "unmap each key once, in the domain that mapped it";
-            return Err(self.borrowed.refuse(ErrorKind::InvalidKey, "unmap key", why));
+            return Err(self.open.refuse(ErrorKind::InvalidKey, "unmap key", why));
         }
         let command = (sys::FI_UNMAP_KEY, (&raw mut number).cast());
         // SAFETY: the owner keeps the domain open. The number outlives the call.
-        unsafe { self.borrowed.control("fi_mr_unmap_key", self.borrowed.domain.cast(), command) }
+        unsafe { self.open.control("fi_mr_unmap_key", self.open.domain.cast(), command) }
     }
 }
 
 impl Drop for FabricDomain {
     fn drop(&mut self) {
-        if !self.borrowed.process.is_current() {
+        if !self.open.process.is_current() {
             return;
         }
         for mut region in self.regions.take_all() {
-            close_all(&self.borrowed, &mut region.parts, "a region stays registered");
+            close_all(&self.open, &mut region.parts, "a region stays registered");
         }
     }
 }

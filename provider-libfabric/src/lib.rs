@@ -1,9 +1,12 @@
 //! Provider for libfabric, which is loaded at run time: nothing is linked, and nothing needs to be
 //! installed.
 //!
-//! A program that has opened a `fid_domain` itself passes it to [`Builder::with_domain`]. The
-//! provider then registers memory in that domain, and [`FabricMr`] has the descriptor and the key
-//! of a region for the program's own requests. The provider opens no endpoint.
+//! - [`Builder::build`] makes a provider for the NICs that libfabric lists.
+//! - A program that has opened a `fid_domain` itself passes it to [`Builder::with_domain`]. The
+//!   provider then registers memory in that domain.
+//!
+//! [`FabricMr`] has the descriptor and the key of a region for the program's own requests. The
+//! provider opens no endpoint.
 //!
 //! ```
 //! use hmem_provider_libfabric::{Libfabric, sys};
@@ -40,7 +43,8 @@
 //! | ENDPOINT mode | the provider binds and enables each region |
 //!
 //! The mode bits other than ENDPOINT are those of the application: it offers them in
-//! [`DomainAttr::mr_mode`](hmem_core::DomainAttr::mr_mode).
+//! [`DomainAttr::mr_mode`](hmem_core::DomainAttr::mr_mode). The provider lists a NIC without mode
+//! bits if libfabric agrees, and otherwise with those that libfabric needs.
 //!
 //! # Layers
 //!
@@ -51,13 +55,16 @@
 //! - `library`
 //! - `attr`, `settings`
 //! - `region`
+//! - `open`: an open `fid_domain` with its lock
+//! - `listing`: the NICs that libfabric lists
 //! - `domain`
 //! - `mr`
 //! - `provider`
 //!
 //! # Limits
 //!
-//! - The provider opens no domain and no endpoint itself, and stages no memory.
+//! - The provider opens no endpoint itself, and stages no memory.
+//! - NICs that need MMU_NOTIFY or RMA_EVENT are not listed.
 //! - Regions have no memory windows, no refresh and no sub-regions.
 //! - A region of several ranges cannot have a requested key.
 
@@ -67,14 +74,17 @@ mod attr;
 mod domain;
 mod errors;
 mod library;
+mod listing;
 mod mr;
+mod open;
 mod own_cache;
 mod provider;
 mod region;
 mod settings;
 pub mod sys;
 
-pub use domain::{DomainGuard, FabricDomain};
+pub use domain::FabricDomain;
 pub use mr::FabricMr;
+pub use open::DomainGuard;
 pub use provider::{Builder, Libfabric};
 pub use settings::Settings;

@@ -14,7 +14,7 @@ use super::sys::FI_MR_LOCAL;
 const CACHING: [&str; 5] = ["cxi", "efa", "lpp", "opx", "verbs"];
 
 /// The variable that disables the cache of every provider.
-const MONITOR: &str = "FI_MR_CACHE_MONITOR";
+pub(super) const MONITOR: &str = "FI_MR_CACHE_MONITOR";
 
 /// The variable that disables the cache with 0.
 const MAX_COUNT: &str = "FI_MR_CACHE_MAX_COUNT";

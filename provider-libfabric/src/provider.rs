@@ -1,4 +1,5 @@
-//! The provider: a libfabric domain of the program, in which applications open domains.
+//! The provider: the NICs that libfabric lists, or a libfabric domain of the program. Applications
+//! open domains in it.
 
 #![allow(unsafe_code, reason = "loads the library, and borrows a domain")]
 
@@ -11,7 +12,7 @@ use std::{
 };
 
 use hmem_core::{
-    Error, ErrorKind, ProcessMark, Result,
+    Error, ErrorKind, IfaceKind, ProcessMark, Result,
     provider::{DomainRequest, Provider, ProviderAttr, ProviderDomain},
     random::random_u64,
 };
@@ -19,8 +20,10 @@ use parking_lot::{Mutex, ReentrantMutex};
 
 use super::{
     attr::{DomainAttr, Overrides},
-    domain::{BorrowedDomain, FabricDomain, ForeignOwner},
+    domain::FabricDomain,
     library::{check_version, load, names, version_text},
+    listing::Listing,
+    open::{OpenDomain, Owner},
     own_cache,
     region::Regions,
     settings::{EndpointPointer, Settings},
@@ -35,6 +38,7 @@ const OLDEST_API: u32 = sys::version(1, 5);
 pub struct Builder {
     library: Option<PathBuf>,
     functions: Option<Functions>,
+    provider: Option<String>,
     endpoint: Option<EndpointPointer>,
     overrides: Overrides,
 }
@@ -61,6 +65,14 @@ impl Builder {
     #[must_use]
     pub fn functions(mut self, functions: Functions) -> Self {
         self.functions = Some(functions);
+        self
+    }
+
+    /// Lists only the NICs of this provider of libfabric, by its full name: `tcp;ofi_rxm`, say.
+    /// [`Builder::with_domain`] ignores the name.
+    #[must_use]
+    pub fn provider(mut self, name: impl Into<String>) -> Self {
+        self.provider = Some(name.into());
         self
     }
 
@@ -96,6 +108,55 @@ impl Builder {
     pub fn libfabric_cache(mut self, on: bool) -> Self {
         self.overrides.own_cache = Some(on);
         self
+    }
+
+    /// Builds the provider for the NICs that libfabric lists (requirement FAB-01). Each NIC is a
+    /// domain of one of libfabric's providers, with the name `PROVIDER:DOMAIN`, and has RDM
+    /// endpoints. A NIC that libfabric lists for several networks is listed once.
+    ///
+    /// libfabric's own registration cache is switched off: the call sets the environment variable
+    /// `FI_MR_CACHE_MONITOR` to `disabled` for the time in which libfabric reads it. This has no
+    /// effect if libfabric was in use in this process before. Say so by
+    /// [`Builder::libfabric_cache`] then.
+    ///
+    /// # Errors
+    /// - Unavailable: the library or one of its symbols cannot be loaded, the library is older than
+    ///   1.17, it lists no NIC, or the plug-in of the provider cannot be loaded.
+    /// - InvalidArgument: libfabric has no provider of the name of [`Builder::provider`]. The
+    ///   error lists those that it has.
+    /// - The error that `fi_getinfo` reported.
+    /// - The errors of [`ProcessMark::current`].
+    ///
+    /// # Safety
+    /// - No other thread reads or writes the environment of the process during the call.
+    /// - No peer uses a region when it is closed, or when its last lease ends: no transfer of a
+    ///   peer is in flight. libfabric's software providers (`tcp`, `shm`, `udp`, and others in
+    ///   part) finish a transfer that has begun, after the region was closed. NICs that end the
+    ///   transfers in hardware need no such promise.
+    ///
+    /// # Examples
+    /// ```no_run
+    /// use hmem_core::{Result, provider::Provider};
+    /// use hmem_provider_libfabric::Libfabric;
+    ///
+    /// # fn main() -> Result<()> {
+    /// // SAFETY: the program has one thread so far, and exchanges messages with its peers before
+    /// // it closes regions.
+    /// let fabric = unsafe { Libfabric::builder().provider("tcp;ofi_rxm").build() }?;
+    /// for nic in fabric.nics()? {
+    ///     println!("{}: needs {}, {:?}", nic.nic, nic.required_mr_mode, nic.progress);
+    /// }
+    /// # Ok(()) }
+    /// ```
+    pub unsafe fn build(self) -> Result<Libfabric> {
+        let process = ProcessMark::current()?;
+        // SAFETY: the caller of `Builder::library` promised that the file is libfabric.
+        let (functions, version) = unsafe { start(self.functions, self.library) }?;
+        let library = functions.library().to_owned();
+        // SAFETY: the caller promises that no other thread accesses the environment.
+        let listing =
+            unsafe { Listing::open(functions, version, self.provider, self.overrides, process) }?;
+        Ok(Libfabric { library, version, source: Source::Listed(Arc::new(listing)) })
     }
 
     /// Uses a libfabric domain of the program (requirement FAB-11). The provider has one NIC, that
@@ -179,19 +240,15 @@ impl Builder {
         api_version: u32,
         keep: impl Send + Sync + 'static,
     ) -> Result<Libfabric> {
-        let owner: ForeignOwner = Box::new(keep);
+        let owner: Owner = Box::new(keep);
         let (domain, info): (*mut fid_domain, *const fi_info) = (domain.cast(), info.cast());
         let refuse = |kind, why: &'static str| {
             Error::new(kind, "with_domain").provider("libfabric").remedy(why)
         };
         let invalid = |why| refuse(ErrorKind::InvalidArgument, why);
         let process = ProcessMark::current()?;
-        let functions = match self.functions {
-            Some(functions) => functions,
-            // SAFETY: the caller of `Builder::library` promised that the file is libfabric.
-            None => unsafe { load(self.library.as_deref()) }?,
-        };
-        let newest = check_version(&functions)?;
+        // SAFETY: the caller of `Builder::library` promised that the file is libfabric.
+        let (functions, newest) = unsafe { start(self.functions, self.library) }?;
         // SAFETY: the caller promises null or a valid `fi_info`.
         let info = unsafe { info.as_ref() };
         let info = info.ok_or_else(|| invalid("pass the fi_info of the domain: it is null"))?;
@@ -229,7 +286,7 @@ impl Builder {
         Ok(Libfabric {
             library: functions.library().to_owned(),
             version: newest,
-            borrowed: Arc::new(BorrowedDomain {
+            source: Source::Borrowed(Arc::new(OpenDomain {
                 domain,
                 attr,
                 endpoint: self.endpoint,
@@ -237,17 +294,39 @@ impl Builder {
                 next_key: AtomicU64::new(random_u64("libfabric")?),
                 owner: Some(owner),
                 process,
-            }),
+            })),
         })
     }
 }
 
-/// Provider for a libfabric domain of the program.
+/// Loads libfabric from `path`, unless the caller passed its functions. Also returns its version.
+///
+/// # Safety
+/// The file at `path` follows the safety rules of [`Functions::load`].
+unsafe fn start(functions: Option<Functions>, path: Option<PathBuf>) -> Result<(Functions, u32)> {
+    let functions = match functions {
+        Some(functions) => functions,
+        // SAFETY: the caller promises that the file is libfabric or a replacement of it.
+        None => unsafe { load(path.as_deref()) }?,
+    };
+    let version = check_version(&functions)?;
+    Ok((functions, version))
+}
+
+/// Provider for the NICs that libfabric lists ([`Builder::build`]), or for a libfabric domain of
+/// the program ([`Builder::with_domain`]).
 #[derive(Clone)]
 pub struct Libfabric {
     library: String,
     version: u32,
-    borrowed: Arc<BorrowedDomain>,
+    source: Source,
+}
+
+/// The origin of the domains.
+#[derive(Clone)]
+enum Source {
+    Listed(Arc<Listing>),
+    Borrowed(Arc<OpenDomain>),
 }
 
 impl Libfabric {
@@ -276,24 +355,39 @@ impl Provider for Libfabric {
     }
 
     fn nics(&self) -> Result<Vec<ProviderAttr>> {
-        Ok(vec![self.borrowed.attr.provider_attr.clone()])
+        match &self.source {
+            Source::Listed(listing) => {
+                listing.process.check("list NICs")?;
+                listing.nics()
+            }
+            Source::Borrowed(open) => Ok(vec![open.attr.provider_attr.clone()]),
+        }
     }
 
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
-        self.borrowed.process.check("open domain")?;
-        let nic = &self.borrowed.attr.provider_attr.nic;
-        if request.nic.as_ref().is_some_and(|asked| *asked != nic.name) {
-            return Err(Error::new(ErrorKind::InvalidArgument, "open domain")
-                .provider(nic.to_string())
-                .context("nic", request.nic.as_deref().unwrap_or_default())
-                .remedy("name the NIC of the domain that was brought along, or none"));
-        }
+        let open = match &self.source {
+            Source::Listed(listing) => {
+                listing.process.check("open domain")?;
+                // libfabric has numbers for these ifaces alone.
+                let known = IfaceKind::CUDA..=IfaceKind::SYNAPSEAI;
+                let devices = request.registry.iter().any(|iface| known.contains(&iface.kind()));
+                listing.open_domain(request.nic.as_deref(), request.hmem && devices)?.0
+            }
+            Source::Borrowed(open) => {
+                open.process.check("open domain")?;
+                let nic = &open.attr.provider_attr.nic;
+                if request.nic.as_ref().is_some_and(|asked| *asked != nic.name) {
+                    return Err(Error::new(ErrorKind::InvalidArgument, "open domain")
+                        .provider(nic.to_string())
+                        .context("nic", request.nic.as_deref().unwrap_or_default())
+                        .remedy("name the NIC of the domain that was brought along, or none"));
+                }
+                Arc::clone(open)
+            }
+        };
+        let nic = &open.attr.provider_attr.nic;
         tracing::debug!(%nic, mode = %request.mode, "libfabric domain opened");
-        Ok(Arc::new(FabricDomain {
-            borrowed: Arc::clone(&self.borrowed),
-            regions: Regions::default(),
-            mapped: Mutex::default(),
-        }))
+        Ok(Arc::new(FabricDomain { open, regions: Regions::default(), mapped: Mutex::default() }))
     }
 }
 
@@ -302,7 +396,18 @@ impl fmt::Debug for Libfabric {
         f.debug_struct("Libfabric")
             .field("library", &self.library)
             .field("version", &version_text(self.version))
-            .field("nic", &self.borrowed.attr.provider_attr.nic)
-            .finish_non_exhaustive()
+            .field("source", &self.source)
+            .finish()
+    }
+}
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Listed(listing) => f.debug_tuple("Listed").field(&listing.filter).finish(),
+            Self::Borrowed(open) => {
+                f.debug_tuple("Borrowed").field(&open.attr.provider_attr.nic).finish()
+            }
+        }
     }
 }

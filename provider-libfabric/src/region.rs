@@ -79,7 +79,7 @@ impl Regions {
     }
 
     /// Calls `read` with a region, which no other thread can remove meanwhile. If `read` calls
-    /// libfabric, the caller holds the lock of the borrowed domain.
+    /// libfabric, the caller holds the lock of the domain.
     ///
     /// # Errors
     /// - InvalidArgument: the region is not open in this domain.

@@ -29,6 +29,7 @@ const INCLUDES: &str = "\
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_rma.h>
+#include <rdma/fi_tagged.h>
 #include <rdma/fi_eq.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
@@ -142,6 +143,7 @@ fn expectations() -> Vec<Expectation> {
     constants! { out;
         FI_MSG, FI_RMA, FI_ATOMIC, FI_READ, FI_WRITE, FI_RECV, FI_SEND, FI_TRANSMIT,
         FI_REMOTE_READ, FI_REMOTE_WRITE, FI_HMEM, FI_RMA_PMEM, FI_RMA_EVENT, FI_SOURCE,
+        FI_CONTEXT, FI_CONTEXT2, FI_TAGGED, FI_ENOMEM, FI_ENOSYS,
         FI_MR_LOCAL, FI_MR_RAW, FI_MR_VIRT_ADDR, FI_MR_ALLOCATED, FI_MR_PROV_KEY, FI_MR_RMA_EVENT,
         FI_MR_ENDPOINT, FI_MR_HMEM, FI_ORDER_RMA_WAW, FI_AV_TABLE, FI_CQ_FORMAT_CONTEXT,
         FI_WAIT_NONE, FI_THREAD_SAFE, FI_THREAD_DOMAIN, FI_PROGRESS_AUTO, FI_BUS_PCI,

@@ -30,6 +30,7 @@ pub const fn version(major: u32, minor: u32) -> u32 {
 
 pub const FI_MSG: u64 = 1 << 1;
 pub const FI_RMA: u64 = 1 << 2;
+pub const FI_TAGGED: u64 = 1 << 3;
 pub const FI_ATOMIC: u64 = 1 << 4;
 pub const FI_READ: u64 = 1 << 8;
 pub const FI_WRITE: u64 = 1 << 9;
@@ -43,6 +44,10 @@ pub const FI_HMEM: u64 = 1 << 47;
 pub const FI_RMA_PMEM: u64 = 1 << 49;
 pub const FI_RMA_EVENT: u64 = 1 << 56;
 pub const FI_SOURCE: u64 = 1 << 57;
+
+/// Mode bits of [`fi_info::mode`]: the context of each request points to storage of the provider.
+pub const FI_CONTEXT2: u64 = 1 << 52;
+pub const FI_CONTEXT: u64 = 1 << 59;
 
 pub const FI_MR_LOCAL: c_int = 1 << 2;
 pub const FI_MR_RAW: c_int = 1 << 3;
@@ -85,6 +90,8 @@ pub const FI_EBADFLAGS: i32 = 260;
 pub const FI_EDOMAIN: i32 = 262;
 pub const FI_ENOMR: i32 = 270;
 pub const FI_EAGAIN: i32 = 11;
+pub const FI_ENOMEM: i32 = 12;
+pub const FI_ENOSYS: i32 = 38;
 pub const FI_ENODATA: i32 = 61;
 pub const FI_EAVAIL: i32 = 259;
 pub const FI_ENOKEY: i32 = 266;
