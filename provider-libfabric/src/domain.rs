@@ -12,10 +12,12 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Addressing, Domain, ErrorKind, IfaceKind, Iova, MrFlags, RawKey, RemoteKey, Result,
+    Access, Addressing, AuthKey, Domain, ErrorKind, IfaceKind, Iova, MrFlags, RawKey, Registry,
+    RemoteKey, Result,
     provider::{
-        Backing, CompositeKeys, Enabling, KeyRequest, LiveObjects, Piece, ProviderAttr,
-        ProviderDomain, ProviderRegion, RawKeys, Registration,
+        self, Backing, CompletionQueue, CompositeKeys, Enabling, EndpointAttr, EndpointBinding,
+        KeyRequest, LiveObjects, ManualProgress, Piece, ProviderAttr, ProviderDomain,
+        ProviderEndpoint, ProviderRegion, RawKeys, Registration,
     },
     registration::RegisteredMemory,
 };
@@ -25,13 +27,20 @@ use rustc_hash::FxHashSet;
 use super::{
     attr::DomainAttr,
     errors,
+    hub::{AliveMemory, Hub},
+    listing::{Entry, Listing},
     open::{DomainGuard, OpenDomain, Unfinished, close_all},
     region::{Part, Parts, Region, Regions},
     settings::{EndpointPointer, Settings},
     sys::{self, fi_mr_attr, fi_mr_dmabuf, fi_mr_map_raw, fi_mr_raw_attr, iovec},
+    transport::{Endpoint, Transport},
 };
 
 const REGATTR: &str = "fi_mr_regattr";
+
+/// The rights of requests of the domain's own endpoints.
+const LOCAL_RIGHTS: Access =
+    Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 
 /// Number of keys that a registration tries if the application leaves the choice to the provider.
 /// The numbers are random, so that a second attempt is already rare.
@@ -50,12 +59,63 @@ const KEY_ATTEMPTS: usize = 16;
 /// ```
 pub struct FabricDomain {
     pub(super) open: Arc<OpenDomain>,
-    pub(super) regions: Regions,
+    pub(super) regions: Arc<Regions>,
+    /// The endpoints; `None` for a domain of the program.
+    pub(super) transport: Option<Arc<Transport>>,
     /// The keys that the application mapped with `map_raw`.
     pub(super) mapped: Mutex<FxHashSet<u64>>,
 }
 
 impl FabricDomain {
+    /// Creates a domain without endpoints.
+    pub(super) fn open(open: Arc<OpenDomain>) -> Result<Self> {
+        let nic = &open.attr.provider_attr.nic;
+        tracing::debug!(%nic, "libfabric domain opened");
+        let regions = Arc::new(Regions::new()?);
+        Ok(Self { open, regions, transport: None, mapped: Mutex::default() })
+    }
+
+    /// Adds endpoints to a domain that the provider opened with `entry`.
+    pub(super) fn with_endpoints(
+        mut self,
+        listing: &Listing,
+        entry: Entry,
+        registry: Arc<Registry>,
+    ) -> Result<Self> {
+        // In ENDPOINT mode each region has one endpoint, and this one would need them all.
+        let alive = match self.open.attr.mr_mode & (sys::FI_MR_ENDPOINT | sys::FI_MR_RAW) {
+            0 => Some(self.expose_alive()?),
+            _ => None,
+        };
+        let layers = listing.provider_of(&entry);
+        let hub = Hub {
+            open: Arc::clone(&self.open),
+            regions: Arc::clone(&self.regions),
+            registry,
+            limits: entry.limits(),
+            entry,
+            fellows: Arc::clone(&listing.fellows),
+            local_only: layers.split(';').any(|layer| matches!(layer, "shm" | "sm2")),
+            alive,
+        };
+        self.transport = Some(Transport::start(hub, layers, listing.progress_thread)?);
+        Ok(self)
+    }
+
+    /// Registers the memory by which peers see that this process lives.
+    fn expose_alive(&self) -> Result<(AliveMemory, Part)> {
+        let memory = AliveMemory::new()?;
+        let (ranges, auth_key) = ([memory.range()?], AuthKey::default());
+        let access = Access::REMOTE_READ | Access::READ;
+        let mut request = Registration::new(&ranges, access, &auth_key);
+        if self.open.attr.mr_mode & sys::FI_MR_VIRT_ADDR == 0 {
+            request.addressing = Addressing::ZeroBased;
+        }
+        let piece = Piece { range: ranges[0], backing: Backing::Host { owned: true } };
+        let part = self.register_piece(&request, &piece)?;
+        Ok((memory, part))
+    }
+
     /// Returns the libfabric domain behind `domain`, or `None` if another provider opened it.
     #[must_use]
     pub fn of(domain: &Domain) -> Option<&Self> {
@@ -100,6 +160,20 @@ impl FabricDomain {
         Ok(RawKey(raw))
     }
 
+    /// Closes the registrations of a region, and removes the region from the table.
+    fn close_region(&self, region: ProviderRegion) -> Result<()> {
+        let mut taken = self.regions.take(region, "deregister")?;
+        while let Some(part) = taken.parts.last() {
+            // SAFETY: only this call has the region since it left the table.
+            if let Err(error) = unsafe { self.open.close(part) } {
+                self.regions.put_back(region, taken);
+                return Err(error);
+            }
+            taken.parts.pop();
+        }
+        Ok(())
+    }
+
     /// Registers one piece. The region is not yet bound and enabled.
     fn register_piece(&self, request: &Registration<'_>, piece: &Piece<'_>) -> Result<Part> {
         let open = &*self.open;
@@ -137,17 +211,38 @@ impl FabricDomain {
         }
         let (iface, device) = self.owner_of(request, piece)?;
         (attr.iface, attr.device) = (iface, device);
+        // Requests name no descriptor of this region. `ofi_rxm` lets peers read a region with the
+        // right to send, and write one with the right to receive.
+        let undescribed =
+            open.own && open.attr.mr_mode & sys::FI_MR_LOCAL == 0 && iface == sys::FI_HMEM_SYSTEM;
+        let local = access_bits(LOCAL_RIGHTS);
+        // `ofi_rxm` cannot keep two regions without remote rights, so this one gets the rights that
+        // it turns to remote ones, and a key that nobody knows.
+        let hidden = undescribed && attr.access & !local == 0;
+        if hidden {
+            attr.access = local;
+        } else if undescribed {
+            attr.access &= !local;
+        }
         if !request.auth_key.0.is_empty() {
             attr.auth_key_size = request.auth_key.0.len();
             attr.auth_key = request.auth_key.0.as_ptr().cast_mut();
         }
-        let mr = self.regattr(request.key, &mut attr, flags).map_err(|error| {
+        let asked = if hidden { KeyRequest::Provider } else { request.key };
+        let mr = self.regattr(asked, &mut attr, flags).map_err(|error| {
             errors::registration(error, iface != 0)
                 .context("range", range)
                 .context("access", request.access)
         })?;
         // SAFETY: the library returned the registration just now, with its key and descriptor.
         let (key, desc) = unsafe { ((*mr).key, (*mr).mem_desc) };
+        let key = match request.key {
+            _ if !hidden => key,
+            KeyRequest::Application(key) => key,
+            KeyRequest::Provider => {
+                open.next_key.fetch_add(1, Ordering::Relaxed) & open.attr.key_mask()
+            }
+        };
         let base = match request.addressing {
             Addressing::Virtual => range.start().0,
             Addressing::ZeroBased => 0,
@@ -266,6 +361,10 @@ impl FabricDomain {
             return Ok(None);
         }
         let endpoint = settings.endpoint.or(self.open.endpoint);
+        if endpoint.is_none() && self.transport.is_some() {
+            // The application binds the region to an endpoint of this domain, and enables it.
+            return Ok(None);
+        }
         endpoint.map(Some).ok_or_else(|| {
             let why = "name the endpoint by Builder::endpoint or Settings::endpoint: the domain \
                        binds each region to one (FI_MR_ENDPOINT)";
@@ -309,31 +408,41 @@ unsafe impl ProviderDomain for FabricDomain {
             unsafe { self.open.start(&part, endpoint, enable) }?;
         }
         let parts = mem::take(&mut made.parts);
-        Ok(self.regions.insert(Region { parts, addressing: request.addressing }))
+        let host = matches!(request.memory, RegisteredMemory::Host { .. });
+        let Registration { access, addressing, .. } = *request;
+        Ok(self.regions.insert(Region { parts, addressing, access, host }))
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
         self.open.process.check("deregister")?;
-        let mut taken = self.regions.take(region, "deregister")?;
-        while let Some(part) = taken.parts.last() {
-            // SAFETY: only this call has the region since it left the table.
-            if let Err(error) = unsafe { self.open.close(part) } {
-                self.regions.put_back(region, taken);
-                return Err(error);
-            }
-            taken.parts.pop();
+        match &self.transport {
+            Some(transport) => transport.release(region.token, || self.close_region(region)),
+            None => self.close_region(region),
         }
-        Ok(())
     }
 
     fn live(&self) -> LiveObjects {
         let mut live = self.regions.live();
         live.mapped_keys = self.mapped.lock().len() as u64;
+        live.endpoints = self.transport.as_ref().map_or(0, |transport| transport.endpoints());
         live
     }
 
     fn accepts(&self, extension: &(dyn Any + Send + Sync)) -> bool {
         extension.is::<Settings>()
+    }
+
+    fn transport(&self) -> Option<&dyn provider::Transport> {
+        self.transport.is_some().then_some(self as _)
+    }
+
+    fn manual_progress(&self) -> Option<&dyn ManualProgress> {
+        self.transport.as_ref().is_some_and(|own| !own.has_thread()).then_some(self as _)
+    }
+
+    fn endpoint_binding(&self) -> Option<&dyn EndpointBinding> {
+        let binds = self.open.attr.mr_mode & sys::FI_MR_ENDPOINT != 0;
+        (binds && self.transport.is_some()).then_some(self as _)
     }
 
     fn enabling(&self) -> Option<&dyn Enabling> {
@@ -346,6 +455,55 @@ unsafe impl ProviderDomain for FabricDomain {
 
     fn raw_keys(&self) -> Option<&dyn RawKeys> {
         (self.open.attr.mr_mode & sys::FI_MR_RAW != 0).then_some(self as _)
+    }
+}
+
+impl FabricDomain {
+    /// Returns the endpoints, for the facets that exist only with them.
+    fn own(&self, operation: &'static str) -> Result<&Arc<Transport>> {
+        self.transport.as_ref().ok_or_else(|| {
+            let why = "use the endpoints of the program that opened the domain";
+            self.open.refuse(ErrorKind::Unsupported, operation, why)
+        })
+    }
+}
+
+impl provider::Transport for FabricDomain {
+    fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
+        self.own("open completion queue")?.open_cq(depth)
+    }
+
+    fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
+        self.own("open endpoint")?.open_endpoint(attr)
+    }
+}
+
+impl ManualProgress for FabricDomain {
+    fn progress(&self) -> Result<usize> {
+        self.own("progress")?.progress()
+    }
+}
+
+impl EndpointBinding for FabricDomain {
+    fn bind_endpoint(&self, region: ProviderRegion, endpoint: &dyn ProviderEndpoint) -> Result<()> {
+        const BIND: &str = "bind endpoint";
+        self.open.process.check(BIND)?;
+        let transport = self.own(BIND)?;
+        let own = (endpoint as &dyn Any).downcast_ref::<Endpoint>();
+        let own = own.filter(|own| Arc::ptr_eq(&own.transport, transport)).ok_or_else(|| {
+            let why = "pass an endpoint of the same domain";
+            self.open.refuse(ErrorKind::InvalidArgument, BIND, why)
+        })?;
+        own.with_object(|object| {
+            let _guard = self.open.lock();
+            self.regions.with(region, BIND, |region| {
+                region.parts.iter().try_for_each(|part| {
+                    // SAFETY: the table has the registration, and the endpoint stays open during
+                    // the call.
+                    unsafe { self.open.start(part, Some(object), false) }
+                })
+            })
+        })
     }
 }
 
@@ -419,6 +577,9 @@ impl Drop for FabricDomain {
     fn drop(&mut self) {
         if !self.open.process.is_current() {
             return;
+        }
+        if let Some(transport) = &self.transport {
+            transport.close();
         }
         for mut region in self.regions.take_all() {
             close_all(&self.open, &mut region.parts, "a region stays registered");

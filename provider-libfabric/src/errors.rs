@@ -4,9 +4,14 @@ use std::ffi::c_int;
 
 use hmem_core::{Errno, Error, ErrorKind};
 
-use super::sys::{FI_EBADFLAGS, FI_EDOMAIN, FI_ENOKEY, FI_ENOMR, FI_EOPBADSTATE};
+use super::sys::{FI_EBADFLAGS, FI_EDOMAIN, FI_ENOKEY, FI_ENOMR, FI_EOPBADSTATE, FI_ETRUNC};
 
 const EKEYREJECTED: c_int = 129;
+
+/// Numbers of the operating system for a connection that cannot be made or was lost: EPIPE,
+/// ENETDOWN to ENETRESET, ECONNABORTED, ECONNRESET, ENOTCONN to ECONNREFUSED without ETOOMANYREFS,
+/// EHOSTDOWN and EHOSTUNREACH.
+const LOST: [c_int; 11] = [32, 100, 101, 102, 103, 104, 107, 108, 110, 112, 113];
 
 /// Returns the error of the libfabric call `operation`, which returned a negated error number.
 /// `nic` names the domain.
@@ -24,6 +29,8 @@ fn kind(errno: Errno) -> ErrorKind {
         FI_EDOMAIN => ErrorKind::InvalidArgument,
         FI_ENOKEY => ErrorKind::NoKey,
         FI_ENOMR => ErrorKind::OutOfResources,
+        FI_ETRUNC => ErrorKind::Truncated,
+        lost if LOST.contains(&lost) => ErrorKind::Unreachable,
         _ => errno.kind(),
     }
 }
@@ -66,6 +73,9 @@ mod tests {
             (262, ErrorKind::InvalidArgument),
             (266, ErrorKind::NoKey),
             (270, ErrorKind::OutOfResources),
+            (265, ErrorKind::Truncated),
+            (104, ErrorKind::Unreachable),
+            (111, ErrorKind::Unreachable),
             (256, ErrorKind::Driver),
         ] {
             let error = call("libfabric/tcp:lo", "fi_mr_regattr", -number);

@@ -5,8 +5,8 @@
 //! - A program that has opened a `fid_domain` itself passes it to [`Builder::with_domain`]. The
 //!   provider then registers memory in that domain.
 //!
-//! [`FabricMr`] has the descriptor and the key of a region for the program's own requests. The
-//! provider opens no endpoint.
+//! [`FabricMr`] has the descriptor and the key of a region for the program's own requests. Domains
+//! on listed NICs also have RDM endpoints.
 //!
 //! ```
 //! use hmem_provider_libfabric::{Libfabric, sys};
@@ -46,6 +46,23 @@
 //! [`DomainAttr::mr_mode`](hmem_core::DomainAttr::mr_mode). The provider lists a NIC without mode
 //! bits if libfabric agrees, and otherwise with those that libfabric needs.
 //!
+//! # Endpoints
+//!
+//! - Each endpoint has a `fid_cq` and an address vector of its own. A completion queue of hmem
+//!   collects the completions of its endpoints.
+//! - A request is cut into parts of one remote range. A part that libfabric does not take yet waits
+//!   in the provider, and progress posts it.
+//! - libfabric's writes with data consume no receive. The provider cancels the peer's next receive
+//!   and reports it as consumed. It has 32 bits of immediate data; the upper half carries the
+//!   length.
+//! - Providers over TCP end the connection if the target refuses an access, which looks like the
+//!   end of the peer. The name of an endpoint has the key of 8 bytes in its domain. The provider
+//!   reads them after such a failure, and so tells a refusal from a dead peer.
+//! - Peers over shared memory are watched by their process. The shared-memory files of a dead
+//!   process are removed.
+//! - In a domain without LOCAL mode, regions have only their remote rights at libfabric, and
+//!   requests no descriptors: `ofi_rxm` turns local rights to remote ones.
+//!
 //! # Layers
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
@@ -56,14 +73,24 @@
 //! - `attr`, `settings`
 //! - `region`
 //! - `open`: an open `fid_domain` with its lock
+//! - `peer_name`, `queue`: names of endpoints; completion queues
+//! - `plan`: requests cut into parts
+//! - `part`: posts of parts
+//! - `objects`: libfabric's objects of an endpoint
+//! - `fellows`: the endpoints of the process
 //! - `listing`: the NICs that libfabric lists
+//! - `hub`
+//! - `endpoint_state`
+//! - `engine`: requests in flight
+//! - `transport`: handles of endpoints and queues
 //! - `domain`
 //! - `mr`
 //! - `provider`
 //!
 //! # Limits
 //!
-//! - The provider opens no endpoint itself, and stages no memory.
+//! - The provider stages no memory, and opens no endpoint in a domain of the program.
+//! - Endpoints have no authorization keys, receives accept every peer, and queues have no fd.
 //! - NICs that need MMU_NOTIFY or RMA_EVENT are not listed.
 //! - Regions have no memory windows, no refresh and no sub-regions.
 //! - A region of several ranges cannot have a requested key.
@@ -72,16 +99,26 @@
 
 mod attr;
 mod domain;
+mod endpoint_state;
+mod engine;
 mod errors;
+mod fellows;
+mod hub;
 mod library;
 mod listing;
 mod mr;
+mod objects;
 mod open;
 mod own_cache;
+mod part;
+mod peer_name;
+mod plan;
 mod provider;
+mod queue;
 mod region;
 mod settings;
 pub mod sys;
+mod transport;
 
 pub use domain::FabricDomain;
 pub use mr::FabricMr;

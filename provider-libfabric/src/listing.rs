@@ -12,7 +12,9 @@ use std::{
 };
 
 use hmem_core::{
-    Error, ErrorKind, MrMode, ProcessMark, Result, library::SharedLibrary, provider::ProviderAttr,
+    Error, ErrorKind, MrMode, ProcessMark, Result,
+    library::SharedLibrary,
+    provider::{ProgressModel, ProviderAttr},
     random::random_u64,
 };
 use parking_lot::ReentrantMutex;
@@ -20,9 +22,11 @@ use parking_lot::ReentrantMutex;
 use super::{
     attr::{DomainAttr, Overrides},
     errors,
+    fellows::Fellows,
     library::{Names, names},
     open::OpenDomain,
     own_cache,
+    plan::Limits,
     sys::{self, Functions, fi_info, fid, fid_domain, fid_fabric},
 };
 
@@ -41,6 +45,10 @@ const OFFER: c_int = sys::FI_MR_LOCAL
 
 /// The capabilities that each NIC must have.
 const NEEDED: u64 = sys::FI_MSG | sys::FI_TAGGED | sys::FI_RMA;
+
+/// Core providers that claim to make progress of their own, and accept connections only while the
+/// application reads completions.
+const CALLED: [&str; 2] = ["net", "tcp"];
 
 /// The environment variable with the folders of libfabric's plug-ins.
 const PLUG_INS: &str = "FI_PROVIDER_PATH";
@@ -86,6 +94,12 @@ impl Entry {
     /// Returns the pointer that libfabric's functions take. They do not change the entry.
     pub(super) fn as_ptr(&self) -> *mut fi_info {
         self.info
+    }
+
+    pub(super) fn limits(&self) -> Limits {
+        let info = self.info();
+        // SAFETY: `fi_getinfo` returned the entry with all structs.
+        unsafe { Limits::of(&*info.tx_attr, &*info.rx_attr, (*info.ep_attr).max_msg_size) }
     }
 
     fn names(&self) -> Option<Names> {
@@ -137,7 +151,18 @@ pub(super) struct Listing {
     /// The name of the only provider to list; `None` for all.
     pub(super) filter: Option<String>,
     overrides: Overrides,
+    /// True if each domain has a thread that makes progress.
+    pub(super) progress_thread: bool,
+    pub(super) fellows: Arc<Fellows>,
     pub(super) process: ProcessMark,
+}
+
+/// Options of [`Builder`](super::Builder) for listed NICs.
+#[derive(Debug, Default)]
+pub(super) struct ListingOptions {
+    pub(super) filter: Option<String>,
+    pub(super) overrides: Overrides,
+    pub(super) progress_thread: bool,
 }
 
 impl Listing {
@@ -151,11 +176,12 @@ impl Listing {
     pub(super) unsafe fn open(
         functions: Functions,
         newest: u32,
-        filter: Option<String>,
-        overrides: Overrides,
+        options: ListingOptions,
         process: ProcessMark,
     ) -> Result<Self> {
-        let this = Self { functions, api: API.min(newest), filter, overrides, process };
+        let ListingOptions { filter, overrides, progress_thread } = options;
+        let (api, fellows) = (API.min(newest), Fellows::of_process(process)?);
+        let this = Self { functions, api, filter, overrides, progress_thread, fellows, process };
         let before = env::var_os(own_cache::MONITOR);
         // SAFETY: the caller promises that no other thread accesses the environment.
         unsafe { env::set_var(own_cache::MONITOR, "disabled") };
@@ -292,7 +318,20 @@ impl Listing {
         let endpoint = MrMode::from_bits_truncate(domain.mr_mode.unsigned_abs()) & MrMode::ENDPOINT;
         attr.provider_attr.required_mr_mode |= endpoint;
         attr.provider_attr.basic_mr_mode |= endpoint;
+        // The upper half of the data carries the length of a write.
+        attr.provider_attr.cq_data_size = if domain.cq_data_size >= 8 { 4 } else { 0 };
+        let provider = self.provider_of(entry);
+        if self.progress_thread {
+            attr.provider_attr.progress = ProgressModel::Thread;
+        } else if provider.split(';').any(|layer| CALLED.contains(&layer)) {
+            attr.provider_attr.progress = ProgressModel::Manual;
+        }
         Some(attr)
+    }
+
+    /// Returns the name of an entry's provider.
+    pub(super) fn provider_of(&self, entry: &Entry) -> String {
+        entry.names().map(|names| names.provider).unwrap_or_default()
     }
 
     /// Returns the error of a plug-in of libfabric that has the name of a provider and cannot be
@@ -356,6 +395,7 @@ impl Listing {
         let open = OpenDomain {
             domain: owner.domain,
             attr,
+            own: true,
             endpoint: None,
             lock: ReentrantMutex::default(),
             next_key: AtomicU64::new(random_u64("libfabric")?),

@@ -30,6 +30,8 @@ pub(super) type Owner = Box<dyn Any + Send + Sync>;
 pub(super) struct OpenDomain {
     pub(super) domain: *mut fid_domain,
     pub(super) attr: DomainAttr,
+    /// True if this provider opened the domain, false if the program did.
+    pub(super) own: bool,
     /// Endpoint of regions whose request names none.
     pub(super) endpoint: Option<EndpointPointer>,
     /// Serialises calls of the domain and its objects; used if [`DomainAttr::serial`] is true. A

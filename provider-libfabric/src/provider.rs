@@ -16,16 +16,15 @@ use hmem_core::{
     provider::{DomainRequest, Provider, ProviderAttr, ProviderDomain},
     random::random_u64,
 };
-use parking_lot::{Mutex, ReentrantMutex};
+use parking_lot::ReentrantMutex;
 
 use super::{
-    attr::{DomainAttr, Overrides},
+    attr::DomainAttr,
     domain::FabricDomain,
     library::{check_version, load, names, version_text},
-    listing::Listing,
+    listing::{Listing, ListingOptions},
     open::{OpenDomain, Owner},
     own_cache,
-    region::Regions,
     settings::{EndpointPointer, Settings},
     sys::{self, Functions, fi_info, fid, fid_domain},
 };
@@ -38,9 +37,8 @@ const OLDEST_API: u32 = sys::version(1, 5);
 pub struct Builder {
     library: Option<PathBuf>,
     functions: Option<Functions>,
-    provider: Option<String>,
     endpoint: Option<EndpointPointer>,
-    overrides: Overrides,
+    listing: ListingOptions,
 }
 
 impl Builder {
@@ -72,7 +70,20 @@ impl Builder {
     /// [`Builder::with_domain`] ignores the name.
     #[must_use]
     pub fn provider(mut self, name: impl Into<String>) -> Self {
-        self.provider = Some(name.into());
+        self.listing.filter = Some(name.into());
+        self
+    }
+
+    /// Sets whether each domain has a thread that makes progress (requirement FAB-06). The
+    /// default is no thread.
+    ///
+    /// The providers `tcp;ofi_rxm`, `shm` and others move bytes only while the application calls
+    /// [`CompletionQueue`](hmem_core::provider::CompletionQueue) or
+    /// [`Domain::progress`](hmem_core::Domain::progress), on the side of the target too. With the
+    /// thread, the application need not call them. [`Builder::with_domain`] ignores the setting.
+    #[must_use]
+    pub fn progress_thread(mut self, thread: bool) -> Self {
+        self.listing.progress_thread = thread;
         self
     }
 
@@ -95,7 +106,7 @@ impl Builder {
     /// imports none in any case.
     #[must_use]
     pub fn dma_buf(mut self, imports: bool) -> Self {
-        self.overrides.dma_buf = Some(imports);
+        self.listing.overrides.dma_buf = Some(imports);
         self
     }
 
@@ -106,7 +117,7 @@ impl Builder {
     /// another way.
     #[must_use]
     pub fn libfabric_cache(mut self, on: bool) -> Self {
-        self.overrides.own_cache = Some(on);
+        self.listing.overrides.own_cache = Some(on);
         self
     }
 
@@ -154,8 +165,7 @@ impl Builder {
         let (functions, version) = unsafe { start(self.functions, self.library) }?;
         let library = functions.library().to_owned();
         // SAFETY: the caller promises that no other thread accesses the environment.
-        let listing =
-            unsafe { Listing::open(functions, version, self.provider, self.overrides, process) }?;
+        let listing = unsafe { Listing::open(functions, version, self.listing, process) }?;
         Ok(Libfabric { library, version, source: Source::Listed(Arc::new(listing)) })
     }
 
@@ -281,14 +291,16 @@ impl Builder {
         let variable = |name: &str| env::var(name).ok();
         let own_cache = own_cache::in_force(&named.provider, attr.mr_mode, variable);
         // SAFETY: the caller promises a valid `fi_info`.
-        let attr =
-            unsafe { DomainAttr::of(info, attr, &named, api_version, self.overrides, own_cache) };
+        let attr = unsafe {
+            DomainAttr::of(info, attr, &named, api_version, self.listing.overrides, own_cache)
+        };
         Ok(Libfabric {
             library: functions.library().to_owned(),
             version: newest,
             source: Source::Borrowed(Arc::new(OpenDomain {
                 domain,
                 attr,
+                own: false,
                 endpoint: self.endpoint,
                 lock: ReentrantMutex::default(),
                 next_key: AtomicU64::new(random_u64("libfabric")?),
@@ -371,7 +383,11 @@ impl Provider for Libfabric {
                 // libfabric has numbers for these ifaces alone.
                 let known = IfaceKind::CUDA..=IfaceKind::SYNAPSEAI;
                 let devices = request.registry.iter().any(|iface| known.contains(&iface.kind()));
-                listing.open_domain(request.nic.as_deref(), request.hmem && devices)?.0
+                let hmem = request.hmem && devices;
+                let (open, entry) = listing.open_domain(request.nic.as_deref(), hmem)?;
+                let registry = Arc::clone(&request.registry);
+                let domain = FabricDomain::open(Arc::clone(&open))?;
+                return Ok(Arc::new(domain.with_endpoints(listing, entry, registry)?));
             }
             Source::Borrowed(open) => {
                 open.process.check("open domain")?;
@@ -385,9 +401,7 @@ impl Provider for Libfabric {
                 Arc::clone(open)
             }
         };
-        let nic = &open.attr.provider_attr.nic;
-        tracing::debug!(%nic, mode = %request.mode, "libfabric domain opened");
-        Ok(Arc::new(FabricDomain { open, regions: Regions::default(), mapped: Mutex::default() }))
+        Ok(Arc::new(FabricDomain::open(open)?))
     }
 }
 

@@ -4,12 +4,16 @@
 
 use std::{
     ffi::c_void,
+    mem,
     sync::atomic::{AtomicU64, Ordering},
 };
 
 use hmem_core::{
-    AddressRange, Addressing, Error, ErrorKind, Iova, LocalKey, RemoteKey, RemotePiece, Result,
+    Access, AddressRange, Addressing, Error, ErrorKind, Iova, LocalKey, RemoteKey, RemotePiece,
+    Result,
     provider::{LiveObjects, ProviderRegion},
+    random::random_u64,
+    transfer::LocalSegment,
 };
 use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
@@ -46,6 +50,9 @@ pub(super) type Parts = SmallVec<[Part; 1]>;
 pub(super) struct Region {
     pub(super) parts: Parts,
     pub(super) addressing: Addressing,
+    pub(super) access: Access,
+    /// True for host memory, whose bytes a post may copy.
+    pub(super) host: bool,
 }
 
 impl Region {
@@ -63,13 +70,19 @@ impl Region {
 }
 
 /// Table of the regions of a domain, by token.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Regions {
     map: RwLock<FxHashMap<u64, Region>>,
     next: AtomicU64,
 }
 
 impl Regions {
+    /// Creates a table whose first token is a random number, so that another domain's descriptor
+    /// names no region.
+    pub(super) fn new() -> Result<Self> {
+        Ok(Self { map: RwLock::default(), next: AtomicU64::new(random_u64("libfabric")?) })
+    }
+
     /// Adds a region with at least one registration. Its token was never used before.
     pub(super) fn insert(&self, region: Region) -> ProviderRegion {
         let token = self.next.fetch_add(1, Ordering::Relaxed);
@@ -93,6 +106,47 @@ impl Regions {
         self.map.read().get(&region.token).ok_or_else(|| unknown(operation)).and_then(read)
     }
 
+    /// Finds the registration of a local segment, which needs the right `right` if `checked` is
+    /// true. Calls `read` with the region and the registration.
+    ///
+    /// # Errors
+    /// - NoRegion: the descriptor is not that of a region of this domain.
+    /// - OutOfBounds: the segment is not inside one range of its region.
+    /// - AccessDenied: the region lacks the right.
+    pub(super) fn local<T>(
+        &self,
+        segment: &LocalSegment,
+        desc: LocalKey,
+        (right, checked): (Access, bool),
+        read: impl FnOnce(&Region, &Part) -> T,
+    ) -> Result<T> {
+        let refuse = |kind, why: &'static str| {
+            Error::new(kind, "post")
+                .provider("libfabric")
+                .context("address", segment.address)
+                .context("length", segment.len)
+                .remedy(why)
+        };
+        let map = self.map.read();
+        let region = map.get(&desc.to_provider()).ok_or_else(|| {
+            refuse(ErrorKind::NoRegion, "pass the descriptor of an open region of this domain")
+        })?;
+        let inside = |part: &&Part| {
+            let start = segment.address.0.checked_sub(part.range.start().0);
+            start.is_some_and(|start| {
+                start <= part.range.len() && segment.len <= part.range.len() - start
+            })
+        };
+        let part = region.parts.iter().find(inside).ok_or_else(|| {
+            refuse(ErrorKind::OutOfBounds, "pass bytes inside one range of the region")
+        })?;
+        if checked && !region.access.contains(right) {
+            return Err(refuse(ErrorKind::AccessDenied, "register the memory with this right")
+                .context("needs", right));
+        }
+        Ok(read(region, part))
+    }
+
     /// Removes a region.
     ///
     /// # Errors
@@ -107,8 +161,8 @@ impl Regions {
     }
 
     /// Removes all regions.
-    pub(super) fn take_all(&mut self) -> impl Iterator<Item = Region> {
-        self.map.get_mut().drain().map(|(_, region)| region)
+    pub(super) fn take_all(&self) -> impl Iterator<Item = Region> + use<> {
+        mem::take(&mut *self.map.write()).into_values()
     }
 
     pub(super) fn live(&self) -> LiveObjects {

@@ -30,6 +30,7 @@ const INCLUDES: &str = "\
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_rma.h>
 #include <rdma/fi_tagged.h>
+#include <rdma/fi_atomic.h>
 #include <rdma/fi_eq.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
@@ -136,20 +137,41 @@ fn expectations() -> Vec<Expectation> {
         grown fi_cq_err_entry {
             op_context, flags, len, buf, data, tag, olen, err, prov_errno, err_data, err_data_size,
         }
-        head fid_ep { fid, ops, cm, msg, rma }
+        whole fi_cq_tagged_entry { op_context, flags, len, buf, data, tag }
+        head fid_ep { fid, ops, cm, msg, rma, tagged, atomic }
+        head fi_ops_ep { size, cancel }
         head fi_ops_cm { size, setname, getname }
-        head fi_ops_rma { size, read, readv, readmsg, write }
+        head fi_ops_msg { size, recv, recvv, recvmsg, send, sendv, sendmsg }
+        head fi_ops_tagged { size, recv, recvv, recvmsg, send, sendv, sendmsg }
+        whole fi_msg { msg_iov, desc, iov_count, addr, context, data }
+        whole fi_msg_tagged { msg_iov, desc, iov_count, addr, tag, ignore, context, data }
+        head fi_ops_rma { size, read, readv, readmsg, write, writev, writemsg }
+        whole fi_rma_iov { addr, len, key }
+        whole fi_msg_rma {
+            msg_iov, desc, iov_count, addr, rma_iov, rma_iov_count, context, data,
+        }
+        whole fi_ops_atomic {
+            size, write, writev, writemsg, inject, readwrite, readwritev, readwritemsg, compwrite,
+            compwritev, compwritemsg, writevalid, readwritevalid, compwritevalid,
+        }
+        whole fi_ioc { addr, count }
+        whole fi_rma_ioc { addr, count, key }
+        whole fi_msg_atomic {
+            msg_iov, desc, iov_count, addr, rma_iov, rma_iov_count, datatype, op, context, data,
+        }
     }
     constants! { out;
         FI_MSG, FI_RMA, FI_ATOMIC, FI_READ, FI_WRITE, FI_RECV, FI_SEND, FI_TRANSMIT,
         FI_REMOTE_READ, FI_REMOTE_WRITE, FI_HMEM, FI_RMA_PMEM, FI_RMA_EVENT, FI_SOURCE,
-        FI_CONTEXT, FI_CONTEXT2, FI_TAGGED, FI_ENOMEM, FI_ENOSYS,
-        FI_MR_LOCAL, FI_MR_RAW, FI_MR_VIRT_ADDR, FI_MR_ALLOCATED, FI_MR_PROV_KEY, FI_MR_RMA_EVENT,
-        FI_MR_ENDPOINT, FI_MR_HMEM, FI_ORDER_RMA_WAW, FI_AV_TABLE, FI_CQ_FORMAT_CONTEXT,
-        FI_WAIT_NONE, FI_THREAD_SAFE, FI_THREAD_DOMAIN, FI_PROGRESS_AUTO, FI_BUS_PCI,
-        FI_CLASS_DOMAIN, FI_CLASS_EP, FI_EP_MSG, FI_EP_RDM, FI_HMEM_SYSTEM, FI_KEY_NOTAVAIL,
-        FI_ENABLE, FI_GET_RAW_MR, FI_MAP_RAW_MR, FI_UNMAP_KEY, FI_EAGAIN, FI_ENODATA,
-        FI_EOPBADSTATE, FI_EAVAIL, FI_EBADFLAGS, FI_EDOMAIN, FI_ENOKEY,
+        FI_CONTEXT, FI_CONTEXT2, FI_TAGGED, FI_ENOMEM, FI_ENOSYS, FI_MR_LOCAL, FI_MR_RAW,
+        FI_MR_VIRT_ADDR, FI_MR_ALLOCATED, FI_MR_PROV_KEY, FI_MR_RMA_EVENT, FI_MR_ENDPOINT,
+        FI_MR_HMEM, FI_ORDER_RMA_WAW, FI_AV_UNSPEC, FI_ADDR_UNSPEC, FI_REMOTE_CQ_DATA,
+        FI_COMPLETION, FI_INJECT, FI_DELIVERY_COMPLETE, FI_CQ_FORMAT_TAGGED, FI_ECANCELED,
+        FI_ECONNRESET, FI_ETIMEDOUT, FI_ETRUNC, FI_AV_TABLE, FI_CQ_FORMAT_CONTEXT, FI_WAIT_NONE,
+        FI_THREAD_SAFE, FI_THREAD_DOMAIN, FI_PROGRESS_AUTO, FI_BUS_PCI, FI_CLASS_DOMAIN,
+        FI_CLASS_EP, FI_EP_MSG, FI_EP_RDM, FI_HMEM_SYSTEM, FI_KEY_NOTAVAIL, FI_ENABLE,
+        FI_GET_RAW_MR, FI_MAP_RAW_MR, FI_UNMAP_KEY, FI_EAGAIN, FI_ENODATA, FI_EOPBADSTATE,
+        FI_EAVAIL, FI_EBADFLAGS, FI_EDOMAIN, FI_ENOKEY,
     }
     for (name, flag) in MsgOrder::all().iter_names() {
         out.push((format!("(uint64_t) (FI_ORDER_{name})"), flag.bits(), OLDEST));

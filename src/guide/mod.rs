@@ -9,16 +9,17 @@
 //! 5. [The registration cache](cache)
 //! 6. [Your own protection domain](own_protection_domain)
 //! 7. [Your own libfabric domain](own_fabric_domain)
-//! 8. [Windows and grants](windows_and_grants)
-//! 9. [Errors and explain](errors)
-//! 10. [Testing without hardware](testing)
-//! 11. [Containers](containers)
-//! 12. [Porting from libibverbs and libfabric](porting)
+//! 8. [libfabric's NICs](libfabric_nics)
+//! 9. [Windows and grants](windows_and_grants)
+//! 10. [Errors and explain](errors)
+//! 11. [Testing without hardware](testing)
+//! 12. [Containers](containers)
+//! 13. [Porting from libibverbs and libfabric](porting)
 
 // The names to which the pages link.
 #[cfg(doc)]
 use crate::{
-    provider::{CompletionQueue, EndpointAttr, ProviderAttr},
+    provider::{CompletionQueue, EndpointAttr, ProgressModel, ProviderAttr},
     transfer::{Completion, PeerId},
     *,
 };
@@ -43,6 +44,9 @@ pub mod own_protection_domain {}
 
 #[doc = include_str!("own_fabric_domain.md")]
 pub mod own_fabric_domain {}
+
+#[doc = include_str!("libfabric_nics.md")]
+pub mod libfabric_nics {}
 
 #[doc = include_str!("windows_and_grants.md")]
 pub mod windows_and_grants {}

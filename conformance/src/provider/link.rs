@@ -2,7 +2,11 @@
 
 use std::{
     ops::{Deref, DerefMut},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
 };
 
 use hmem_core::{
@@ -89,6 +93,15 @@ impl DerefMut for CaseLink {
     }
 }
 
+/// Sets a flag when it is dropped.
+struct Ending<'a>(&'a AtomicBool);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 impl CaseLink {
     pub(super) fn open(case: &Case) -> Self {
         Setup::of(case).open()
@@ -97,6 +110,26 @@ impl CaseLink {
     /// Returns the initiator and the target without regions of the link's own.
     pub(super) fn into_sides(self) -> [LinkSide; 2] {
         self.link.into_sides()
+    }
+
+    /// Runs `test`. Meanwhile another thread calls the progress of the target's domain, if the NIC
+    /// needs calls on both sides.
+    pub(super) fn driven(&self, test: impl FnOnce()) {
+        let (target, done) = (&self.target.domain, AtomicBool::new(false));
+        let by_hand = self.case.by_hand() && self.case.control.is_none();
+        thread::scope(|scope| {
+            // Ends the thread after a failure too.
+            let _end = Ending(&done);
+            if by_hand && target.provider_domain().manual_progress().is_some() {
+                scope.spawn(|| {
+                    while !done.load(Ordering::Acquire) {
+                        target.progress().expect("progress");
+                        thread::yield_now();
+                    }
+                });
+            }
+            test();
+        });
     }
 
     /// Makes the next call of this kind wait at the returned gate.

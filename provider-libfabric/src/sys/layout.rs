@@ -18,6 +18,11 @@ use std::{
     ptr,
 };
 
+use super::{
+    basic::{UnusedOperation, fi_addr_t, fid, iovec},
+    transfer::fid_ep,
+};
+
 /// The oldest supported release, `FI_VERSION(1, 17)`. Structs that later releases have enlarged
 /// have the fields of this one, except [`fi_mr_attr`].
 pub const API_VERSION: u32 = version(1, 17);
@@ -39,6 +44,10 @@ pub const FI_SEND: u64 = 1 << 11;
 pub const FI_TRANSMIT: u64 = FI_SEND;
 pub const FI_REMOTE_READ: u64 = 1 << 12;
 pub const FI_REMOTE_WRITE: u64 = 1 << 13;
+pub const FI_REMOTE_CQ_DATA: u64 = 1 << 17;
+pub const FI_COMPLETION: u64 = 1 << 24;
+pub const FI_INJECT: u64 = 1 << 25;
+pub const FI_DELIVERY_COMPLETE: u64 = 1 << 28;
 pub const FI_MR_DMABUF: u64 = 1 << 40;
 pub const FI_HMEM: u64 = 1 << 47;
 pub const FI_RMA_PMEM: u64 = 1 << 49;
@@ -60,8 +69,11 @@ pub const FI_MR_HMEM: c_int = 1 << 10;
 
 pub const FI_ORDER_RMA_WAW: u64 = 1 << 35;
 
+pub const FI_ADDR_UNSPEC: u64 = u64::MAX;
+pub const FI_AV_UNSPEC: c_int = 0;
 pub const FI_AV_TABLE: c_int = 2;
 pub const FI_CQ_FORMAT_CONTEXT: c_int = 1;
+pub const FI_CQ_FORMAT_TAGGED: c_int = 4;
 pub const FI_WAIT_NONE: c_int = 0;
 pub const FI_THREAD_SAFE: c_int = 1;
 pub const FI_THREAD_DOMAIN: c_int = 3;
@@ -95,36 +107,10 @@ pub const FI_ENOSYS: i32 = 38;
 pub const FI_ENODATA: i32 = 61;
 pub const FI_EAVAIL: i32 = 259;
 pub const FI_ENOKEY: i32 = 266;
-
-/// Index of an endpoint in an address vector.
-pub type fi_addr_t = u64;
-
-/// A function pointer that this crate declares only for its place in a table.
-pub type UnusedOperation = *const c_void;
-
-/// `struct iovec` of `<sys/uio.h>`.
-#[repr(C)]
-pub struct iovec {
-    pub iov_base: *const c_void,
-    pub iov_len: usize,
-}
-
-/// First field of every libfabric object.
-#[repr(C)]
-pub struct fid {
-    pub fclass: usize,
-    pub context: *mut c_void,
-    pub ops: *const fi_ops,
-}
-
-/// Table of the functions that every libfabric object has.
-#[repr(C)]
-pub struct fi_ops {
-    pub size: usize,
-    pub close: Option<unsafe extern "C" fn(*mut fid) -> c_int>,
-    pub bind: Option<unsafe extern "C" fn(*mut fid, *mut fid, u64) -> c_int>,
-    pub control: Option<unsafe extern "C" fn(*mut fid, c_int, *mut c_void) -> c_int>,
-}
+pub const FI_ECONNRESET: i32 = 104;
+pub const FI_ETIMEDOUT: i32 = 110;
+pub const FI_ECANCELED: i32 = 125;
+pub const FI_ETRUNC: i32 = 265;
 
 /// An entry of the list that `fi_getinfo` returns: a provider with its attributes. `fi_getinfo`
 /// also takes its hints in this struct.
@@ -479,6 +465,18 @@ pub struct fi_cq_entry {
     pub op_context: *mut c_void,
 }
 
+/// A completion in the longest format, `FI_CQ_FORMAT_TAGGED`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct fi_cq_tagged_entry {
+    pub op_context: *mut c_void,
+    pub flags: u64,
+    pub len: usize,
+    pub buf: *mut c_void,
+    pub data: u64,
+    pub tag: u64,
+}
+
 /// An error entry of a completion queue: the completion of a failed operation.
 ///
 /// Later releases add the field `src_addr`. A library that is opened for [`API_VERSION`] does not
@@ -496,45 +494,4 @@ pub struct fi_cq_err_entry {
     pub prov_errno: c_int,
     pub err_data: *mut c_void,
     pub err_data_size: usize,
-}
-
-/// libfabric's endpoint object, declared up to `rma`.
-#[repr(C)]
-pub struct fid_ep {
-    pub fid: fid,
-    pub ops: *const c_void,
-    pub cm: *const fi_ops_cm,
-    pub msg: *const c_void,
-    pub rma: *const fi_ops_rma,
-}
-
-/// Table of an endpoint's connection and naming functions, declared up to `getname`.
-#[repr(C)]
-pub struct fi_ops_cm {
-    pub size: usize,
-    pub setname: UnusedOperation,
-    pub getname: Option<unsafe extern "C" fn(*mut fid, *mut c_void, *mut usize) -> c_int>,
-}
-
-/// Signature of `fi_read` and `fi_write`: endpoint, buffer, length, descriptor, peer, remote
-/// address, key, context.
-pub type RmaFunction<B> = unsafe extern "C" fn(
-    *mut fid_ep,
-    B,
-    usize,
-    *mut c_void,
-    fi_addr_t,
-    u64,
-    u64,
-    *mut c_void,
-) -> isize;
-
-/// Table of an endpoint's RMA functions, declared up to `write`.
-#[repr(C)]
-pub struct fi_ops_rma {
-    pub size: usize,
-    pub read: Option<RmaFunction<*mut c_void>>,
-    pub readv: UnusedOperation,
-    pub readmsg: UnusedOperation,
-    pub write: Option<RmaFunction<*const c_void>>,
 }

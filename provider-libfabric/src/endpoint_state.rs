@@ -1,0 +1,206 @@
+//! The state of one endpoint: its peers, its limits, and its parts that wait.
+
+use std::{collections::VecDeque, fs, sync::Arc, time::Instant};
+
+use hmem_core::{
+    Error, ErrorKind, Result,
+    counter::Counter,
+    provider::EndpointAttr,
+    random::random_u64,
+    transfer::{CompletionKind, PeerId},
+};
+use rustc_hash::FxHashMap;
+
+use super::{
+    hub::Hub,
+    objects::Objects,
+    peer_name::{Alive, PeerName, Process},
+    plan::refuse,
+    queue::Queue,
+};
+
+/// The transmits or the receives of an endpoint.
+#[derive(Debug)]
+pub(super) struct Side {
+    pub(super) queue: Arc<Queue>,
+    counter: Option<Arc<Counter>>,
+    /// The number of parts that are posted or wait for their post.
+    pub(super) in_flight: usize,
+    pub(super) depth: usize,
+}
+
+impl Side {
+    pub(super) fn count(&self, succeeded: bool) {
+        match &self.counter {
+            Some(counter) if succeeded => counter.add(1),
+            Some(counter) => counter.add_error(1),
+            None => {}
+        }
+    }
+}
+
+/// A peer of an endpoint.
+#[derive(Debug)]
+pub(super) struct Peer {
+    name: PeerName,
+    /// The index in the address vector.
+    pub(super) address: u64,
+    pub(super) alive: Option<Alive>,
+    /// The number of parts that libfabric has taken and not ended.
+    pub(super) posted: usize,
+    /// The time since which libfabric takes no part, while it has none.
+    pub(super) blocked: Option<Instant>,
+    /// True while a question if the peer lives is in flight.
+    pub(super) asked: bool,
+    /// The requests that wait for the answer.
+    pub(super) held: Vec<u64>,
+    /// True if the peer's process ran here when the peer was resolved.
+    watched: bool,
+}
+
+impl Peer {
+    pub(super) fn new(name: PeerName) -> Self {
+        let watched = name.process.runs();
+        let (alive, address, held) = (name.alive, u64::MAX, Vec::new());
+        Self { name, address, alive, posted: 0, blocked: None, asked: false, held, watched }
+    }
+
+    /// Refuses a peer that was closed, in this process or with its own process.
+    pub(super) fn check_open(&self, hub: &Hub) -> Result<()> {
+        if self.is_gone(hub) {
+            let why = "resolve the name of an open endpoint: the peer is closed";
+            return Err(refuse(ErrorKind::Unreachable, why));
+        }
+        Ok(())
+    }
+
+    /// Returns true if the peer is certainly closed. Only peers of this machine are known.
+    pub(super) fn is_gone(&self, hub: &Hub) -> bool {
+        match self.name.family == hub.fellows.family {
+            true => !hub.fellows.is_open(self.name.number),
+            false => self.watched && !self.name.process.runs(),
+        }
+    }
+
+    /// Removes the shared memory that a dead process of this machine left behind.
+    pub(super) fn remove_files(&self) {
+        let (process, address) = (self.name.process, &self.name.address);
+        let name = address.strip_prefix(b"fi_shm://".as_slice()).unwrap_or(address);
+        let name = String::from_utf8_lossy(name.split(|byte| *byte == 0).next().unwrap_or(name));
+        if self.watched && !process.runs() && name.starts_with(&format!("{}:", process.id)) {
+            // The process may have removed the file itself, as another peer may.
+            let _absent = fs::remove_file(format!("/dev/shm/{name}")).is_err();
+        }
+    }
+}
+
+/// An open endpoint.
+#[derive(Debug)]
+pub(super) struct EndpointState {
+    pub(super) objects: Objects,
+    pub(super) name: PeerName,
+    pub(super) number: u64,
+    sides: [Side; 2],
+    pub(super) peers: Vec<Peer>,
+    by_name: FxHashMap<Vec<u8>, usize>,
+    /// The id of the first peer, a random number. Later peers have the next numbers. So an endpoint
+    /// refuses the ids that another endpoint has given to its peers.
+    first_peer: u64,
+    /// The slots of parts that libfabric has not taken yet, in the order of their posts.
+    pub(super) waiting: VecDeque<usize>,
+    /// The receives without a tag that have not ended, in the order of their posts.
+    pub(super) receives: VecDeque<u64>,
+    /// The immediate data and lengths of writes that have arrived and wait for a receive.
+    pub(super) written: VecDeque<(u64, u64)>,
+}
+
+impl EndpointState {
+    /// Opens an endpoint.
+    pub(super) fn open(
+        hub: &Hub,
+        attr: &EndpointAttr,
+        queues: [Arc<Queue>; 2],
+        provider: &str,
+    ) -> Result<Self> {
+        let depths = hub.limits.depths.map(|limit| attr.depth.clamp(1, limit));
+        let objects = Objects::open(&hub.open, hub.entry.as_ptr(), depths[0] + depths[1])?;
+        let mut this = Self {
+            objects,
+            name: PeerName {
+                provider: provider.to_owned(),
+                alive: hub.exposed(),
+                family: hub.fellows.family,
+                number: random_u64("libfabric")?,
+                process: Process::own(),
+                address: Vec::new(),
+            },
+            number: 0,
+            sides: {
+                let [tx, rx] = queues;
+                let [tx_counter, rx_counter] = [attr.tx_counter.clone(), attr.rx_counter.clone()];
+                let side = |queue, counter, depth| Side { queue, counter, in_flight: 0, depth };
+                [side(tx, tx_counter, depths[0]), side(rx, rx_counter, depths[1])]
+            },
+            peers: Vec::new(),
+            by_name: FxHashMap::default(),
+            first_peer: random_u64("libfabric")?,
+            waiting: VecDeque::new(),
+            receives: VecDeque::new(),
+            written: VecDeque::new(),
+        };
+        match this.objects.name(&hub.open) {
+            Ok(address) => this.name.address = address,
+            Err(error) => {
+                this.objects.close(&hub.open)?;
+                return Err(error);
+            }
+        }
+        this.number = this.name.number;
+        hub.fellows.add(this.number);
+        Ok(this)
+    }
+
+    pub(super) fn side(&mut self, kind: CompletionKind) -> &mut Side {
+        &mut self.sides[usize::from(kind == CompletionKind::Receive)]
+    }
+
+    /// Returns the index of a peer.
+    ///
+    /// # Errors
+    /// InvalidArgument: this endpoint did not resolve the peer.
+    pub(super) fn peer_index(&self, peer: PeerId) -> Result<usize> {
+        let index = usize::try_from(peer.0.wrapping_sub(self.first_peer)).ok();
+        index.filter(|index| *index < self.peers.len()).ok_or_else(|| {
+            let why = "name a peer that this endpoint has resolved";
+            refuse(ErrorKind::InvalidArgument, why).context("peer", peer.0)
+        })
+    }
+
+    /// Adds a peer and returns its id. A peer that was added before keeps its id.
+    ///
+    /// # Errors
+    /// Unreachable: the name is that of another provider, or libfabric refuses the address.
+    pub(super) fn add_peer(&mut self, hub: &Hub, mut peer: Peer) -> Result<PeerId> {
+        if peer.name.provider != self.name.provider {
+            let why = "resolve the name of an endpoint of the same provider";
+            return Err(Error::new(ErrorKind::Unreachable, "resolve")
+                .provider(hub.attr().nic.to_string())
+                .context("peer", &peer.name.provider)
+                .remedy(why));
+        }
+        if hub.local_only {
+            peer.check_open(hub)?;
+        }
+        let key = peer.name.encode().0;
+        let index = match self.by_name.get(&key) {
+            Some(index) => *index,
+            None => {
+                peer.address = self.objects.insert(&hub.open, &peer.name.address)?;
+                self.by_name.insert(key, self.peers.len());
+                self.peers.push(peer);
+                self.peers.len() - 1
+            }
+        };
+        Ok(PeerId(self.first_peer.wrapping_add(index as u64)))
+    }
+}

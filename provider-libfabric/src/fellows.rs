@@ -1,0 +1,77 @@
+//! The endpoints of this process.
+
+use std::{mem, sync::Arc};
+
+use hmem_core::{ProcessMark, Result, random::random_u64};
+use parking_lot::Mutex;
+use rustc_hash::FxHashSet;
+
+use super::{objects::Objects, open::OpenDomain};
+
+/// The endpoints of this process.
+///
+/// Endpoints of the provider `shm` in one process use each other's memory directly: progress of one
+/// endpoint crashes after another one was closed. So the objects of such endpoints are closed
+/// together, when the last of them closes.
+pub(super) struct Fellows {
+    /// A random number in the names of these endpoints.
+    pub(super) family: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The numbers of the open endpoints.
+    open: FxHashSet<u64>,
+    /// The objects of closed endpoints, with their domains.
+    closed: Vec<(Objects, Arc<OpenDomain>)>,
+}
+
+impl Fellows {
+    /// Returns the value of this process.
+    pub(super) fn of_process(process: ProcessMark) -> Result<Arc<Self>> {
+        // libfabric has one list of these endpoints in a process.
+        static FELLOWS: Mutex<Option<(ProcessMark, Arc<Fellows>)>> = Mutex::new(None);
+        let mut shared = FELLOWS.lock();
+        if let Some((of, fellows)) = &*shared
+            && *of == process
+        {
+            return Ok(Arc::clone(fellows));
+        }
+        let fellows = Arc::new(Self { family: random_u64("libfabric")?, state: Mutex::default() });
+        // A forked child leaves the value of its parent alone.
+        mem::forget(shared.replace((process, Arc::clone(&fellows))));
+        Ok(fellows)
+    }
+
+    pub(super) fn add(&self, number: u64) {
+        self.state.lock().open.insert(number);
+    }
+
+    pub(super) fn is_open(&self, number: u64) -> bool {
+        self.state.lock().open.contains(&number)
+    }
+
+    /// Removes an endpoint that is closed.
+    pub(super) fn remove(&self, number: u64) {
+        self.state.lock().open.remove(&number);
+    }
+
+    /// Removes an endpoint whose objects are closed with those of the last endpoint.
+    pub(super) fn bury(&self, number: u64, objects: Objects, open: &Arc<OpenDomain>) {
+        let closed = {
+            let mut state = self.state.lock();
+            state.open.remove(&number);
+            state.closed.push((objects, Arc::clone(open)));
+            if !state.open.is_empty() {
+                return;
+            }
+            mem::take(&mut state.closed)
+        };
+        for (mut objects, open) in closed {
+            if let Err(error) = objects.close(&open) {
+                tracing::error!(error = %error.full(), "an endpoint stays open");
+            }
+        }
+    }
+}

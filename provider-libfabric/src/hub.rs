@@ -1,0 +1,102 @@
+//! The constant parts of a domain with endpoints: its limits, and the region by which peers see
+//! that the process lives.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+use hmem_core::{
+    Address, AddressRange, Registry, Result, provider::ProviderAttr, random::random_u64,
+};
+
+use super::{
+    fellows::Fellows,
+    listing::Entry,
+    open::OpenDomain,
+    peer_name::Alive,
+    plan::Limits,
+    region::{Part, Regions},
+    sys,
+};
+
+/// Memory that a domain exposes to its peers: a random number, and room for the numbers that the
+/// domain reads from them.
+#[derive(Debug)]
+pub(super) struct AliveMemory {
+    words: Box<[AtomicU64]>,
+}
+
+impl AliveMemory {
+    const WORDS: usize = 64;
+
+    pub(super) fn new() -> Result<Self> {
+        let words: Box<[AtomicU64]> = (0..Self::WORDS).map(|_| AtomicU64::new(0)).collect();
+        words[0].store(random_u64("libfabric")?, Ordering::Relaxed);
+        Ok(Self { words })
+    }
+
+    pub(super) fn range(&self) -> Result<AddressRange> {
+        let start = Address(self.words.as_ptr().expose_provenance() as u64);
+        AddressRange::new(start, 8 * Self::WORDS as u64)
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.words[0].load(Ordering::Relaxed)
+    }
+
+    /// Returns the word for the answer to the question of this number, with the word's address.
+    pub(super) fn answer(&self, question: usize) -> (&AtomicU64, u64) {
+        let word = &self.words[1 + question % (Self::WORDS - 1)];
+        (word, std::ptr::from_ref(word).expose_provenance() as u64)
+    }
+}
+
+/// The constant parts of a domain with endpoints.
+pub(super) struct Hub {
+    pub(super) open: Arc<OpenDomain>,
+    pub(super) regions: Arc<Regions>,
+    pub(super) registry: Arc<Registry>,
+    pub(super) entry: Entry,
+    pub(super) limits: Limits,
+    pub(super) fellows: Arc<Fellows>,
+    /// True for a provider that reaches this machine only, through shared memory. Such a provider
+    /// does not report the end of a peer.
+    pub(super) local_only: bool,
+    /// The exposed memory with its registration. `None` if the mode binds regions to endpoints.
+    pub(super) alive: Option<(AliveMemory, Part)>,
+}
+
+impl Hub {
+    pub(super) fn attr(&self) -> &ProviderAttr {
+        &self.open.attr.provider_attr
+    }
+
+    pub(super) fn has(&self, caps: u64) -> bool {
+        self.open.attr.caps & caps == caps
+    }
+
+    /// Returns true if local segments need descriptors.
+    pub(super) fn needs_desc(&self) -> bool {
+        self.open.attr.mr_mode & sys::FI_MR_LOCAL != 0
+    }
+
+    /// Returns the exposed region, as peers reach it.
+    pub(super) fn exposed(&self) -> Option<Alive> {
+        self.alive.as_ref().map(|(memory, part)| Alive {
+            address: part.base,
+            key: part.key,
+            number: memory.number(),
+        })
+    }
+}
+
+impl Drop for Hub {
+    fn drop(&mut self) {
+        if let Some((_, part)) = self.alive.take()
+            && self.open.process.is_current()
+        {
+            super::open::close_all(&self.open, &mut [part].into(), "a region stays registered");
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! The conformance suite over the software providers of an installed libfabric
+//! (`HMEM_LIBFABRIC_LIBRARY`).
+
+use std::{
+    process::{self, ExitCode},
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+use hmem_conformance::Suite;
+use hmem_core::{Error, ErrorKind, Result};
+use hmem_provider_libfabric::Libfabric;
+
+/// Limit for all tests together. A call of libfabric that never returns ends the process.
+const LIMIT: Duration = Duration::from_secs(1200);
+
+/// The names of the providers in the names of trials, and in libfabric.
+const NAMES: [(&str, &str); 6] = [
+    ("tcp", "tcp"),
+    ("tcp-thread", "tcp"),
+    ("tcp-rxm", "tcp;ofi_rxm"),
+    ("tcp-rxm-thread", "tcp;ofi_rxm"),
+    ("shm", "shm"),
+    ("shm-thread", "shm"),
+];
+
+/// Behaviours that no provider has, with the reasons.
+const NOWHERE: [(&str, &str); 7] = [
+    ("absent_pages_register_and_fail_only_the_transfer", TOUCHED),
+    ("registration_keeps_its_pages_or_follows_the_mapping", TOUCHED),
+    (
+        "region_of_several_ranges_is_one_run_of_bytes",
+        "each range has a key of its own, so the region cannot have the requested one",
+    ),
+    ("transfers_in_flight_leave_a_closed_region_alone", FINISHED),
+    ("close_amid_a_stream_of_writes_leaves_the_memory_alone", FINISHED),
+    ("writes_and_atomics_can_be_granted_separately", ONE_RIGHT),
+    ("atomic_read_needs_a_right_to_read_or_to_atomics", ONE_RIGHT),
+];
+const FINISHED: &str =
+    "libfabric finishes a transfer that has begun after its region was closed: Builder::build";
+const TOUCHED: &str = "libfabric copies by memcpy: an access to absent pages ends the process";
+const UNREPORTED: &str =
+    "shm reports success for an access that the peer refused (2.5), or never ends it (1.17)";
+const ONE_RIGHT: &str = "libfabric has one right for RMA writes and atomics: a typed refusal";
+
+fn main() -> ExitCode {
+    thread::spawn(|| {
+        thread::sleep(LIMIT);
+        eprintln!("the tests did not end within {LIMIT:?}: a call of libfabric hangs");
+        process::exit(1);
+    });
+    let mut suite = Suite::from_args();
+    for (name, provider) in NAMES {
+        let thread = name.ends_with("-thread");
+        suite.provider(name, move || Ok(Arc::new(open(provider, thread)?)));
+    }
+    for (name, provider) in NAMES {
+        let also: &[(&str, &str)] = match provider {
+            "tcp;ofi_rxm" => &[(
+                "atomics_need_the_right_to_write",
+                "a fetching atomic needs the right to read too (FI_REMOTE_READ)",
+            )],
+            "shm" => &[
+                ("peers_get_the_rights_of_the_key_and_no_others", UNREPORTED),
+                ("overlapping_regions_grant_each_their_own_rights", UNREPORTED),
+                ("atomics_need_the_right_to_write", UNREPORTED),
+                ("closed_region_is_unreachable", UNREPORTED),
+                ("reconnect_recovers_both_sides_of_a_refused_access", UNREPORTED),
+            ],
+            _ => &[],
+        };
+        for (behaviour, reason) in NOWHERE.iter().chain(also) {
+            suite.ignore(&format!("{name}::{behaviour}"), reason);
+        }
+    }
+    suite.run()
+}
+
+/// Builds a provider. Trials run one at a time, so that no other thread uses the environment.
+fn open(provider: &'static str, thread: bool) -> Result<Libfabric> {
+    let builder = Libfabric::builder().provider(provider).progress_thread(thread);
+    // SAFETY: trials run one at a time. The suite closes regions under transfers only in the trials
+    // that `main` ignores.
+    unsafe { builder.build() }.map_err(|error| match error.context_value("known") {
+        Some(_) if provider == "tcp" => Error::new(ErrorKind::Unavailable, "build")
+            .caused_by(error)
+            .remedy("use libfabric 2: this release has no RDM endpoints over tcp alone"),
+        _ => error,
+    })
+}

@@ -1,0 +1,622 @@
+//! Transfers between two processes over an installed libfabric (`HMEM_LIBFABRIC_LIBRARY`).
+//!
+//! The parent is the initiator. The child runs this binary again: it exposes memory, posts
+//! receives, and prints what happens. The parent sends it one command per line.
+
+#[path = "../../tests/trials/mod.rs"]
+mod trials;
+
+use std::{
+    collections::VecDeque,
+    env, fs,
+    io::{BufRead, BufReader, Write, stdin},
+    process::{self, Child, ChildStdin, Command, ExitCode, Stdio},
+    sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use hmem_conformance::stale::{ReusableMemory, StaleCounts};
+use hmem_core::{
+    Access, AddressRange, Addressing, Atomic, CacheAttr, Domain, DomainAttr, Endpoint, ErrorKind,
+    Promise, Raw, Region, Registry, RemoteKey, Result,
+    counter::Counter,
+    provider::{CompletionQueue, EndpointAttr, ProgressModel, Provider},
+    transfer::{AtomicOp, AtomicType, Completion, CompletionKind, EndpointName, PeerId},
+};
+use hmem_iface_system::System;
+use hmem_p2p::path::DefaultPathSelector;
+use hmem_provider_libfabric::{Libfabric, sys};
+use trials::{Outcome, Skipped, trials};
+
+/// Names the provider of a child process, with `+thread` for a progress thread.
+const CHILD: &str = "HMEM_FABRIC_CHILD";
+
+/// Limit for all tests together. A call of libfabric that never returns ends the process.
+const LIMIT: Duration = Duration::from_secs(400);
+
+/// Limit for one transfer.
+const SOON: Duration = Duration::from_secs(60);
+
+/// The length of the exposed memory.
+const LEN: usize = 256 << 10;
+
+/// The length of the buffer of a receive. The child posts `RECEIVES` of them.
+const INBOX: usize = 4096;
+const RECEIVES: u64 = 8;
+
+const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
+const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
+
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64).map(|at| (at.wrapping_mul(seed * 2 + 7) >> 3) as u8 ^ seed as u8).collect()
+}
+
+fn sum(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(17, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    let digits = text.as_bytes().chunks(2);
+    let byte = |pair| u8::from_str_radix(std::str::from_utf8(pair).expect("digits"), 16);
+    digits.map(|pair| byte(pair).expect("digits")).collect()
+}
+
+/// Waits until no other test runs: `Builder::build` changes the environment.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    static CLOCK: Once = Once::new();
+    CLOCK.call_once(|| {
+        thread::spawn(|| {
+            thread::sleep(LIMIT);
+            eprintln!("the tests did not end within {LIMIT:?}: a call of libfabric hangs");
+            process::exit(1);
+        });
+    });
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn build(provider: &str, thread: bool) -> Result<Libfabric> {
+    let builder = Libfabric::builder().provider(provider).progress_thread(thread);
+    // SAFETY: the caller has its turn, so that no other thread uses the environment. The tests
+    // close regions without transfers in flight.
+    unsafe { builder.build() }
+}
+
+/// Returns the providers with RDM endpoints of this release. `tcp` alone has them since 2.0.
+fn providers() -> Result<Vec<&'static str>, Skipped> {
+    sys::Functions::find().map_err(|error| Skipped(error.to_string()))?;
+    let mut found = vec!["tcp;ofi_rxm", "shm"];
+    match build("tcp", false) {
+        Ok(_) => found.push("tcp"),
+        Err(error) => assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}"),
+    }
+    Ok(found)
+}
+
+/// One side of a connection.
+struct Side {
+    endpoint: Endpoint,
+    queue: Arc<dyn CompletionQueue>,
+    domain: Domain,
+    counters: [Arc<Counter>; 2],
+}
+
+impl Side {
+    fn open(provider: &Libfabric, cache: Option<CacheAttr>) -> Self {
+        let mut registry = Registry::new();
+        registry.add(Arc::new(System::default())).expect("host memory");
+        let paths = Arc::new(DefaultPathSelector::new());
+        let mr_mode = provider.nics().expect("list")[0].required_mr_mode;
+        let attr = DomainAttr { mr_mode, cache, ..DomainAttr::default() };
+        let domain = Domain::open(provider, Arc::new(registry), paths, attr).expect("open");
+        let queue = domain.open_cq(256).expect("open a queue");
+        let counters = [(); 2].map(|()| Arc::new(Counter::new()));
+        let [tx, rx] = counters.each_ref().map(|counter| Some(Arc::clone(counter)));
+        let attr = EndpointAttr { tx_counter: tx, rx_counter: rx, ..EndpointAttr::new(&queue) };
+        let endpoint = domain.open_endpoint(&attr).expect("open an endpoint");
+        Self { endpoint, queue, domain, counters }
+    }
+
+    fn region(&self, bytes: Vec<u8>, access: Access) -> Region<Vec<u8>> {
+        self.domain.register(bytes, access).expect("register")
+    }
+
+    /// Waits for the next completion.
+    fn next(&self) -> Completion {
+        let mut done = Vec::new();
+        self.queue.wait(&mut done, 1, SOON).expect("wait");
+        let nic = &self.domain.provider_attr().nic;
+        assert!(!done.is_empty(), "{nic}: nothing completed within {SOON:?}");
+        done.remove(0)
+    }
+}
+
+/// The child: exposes memory and prints what arrives, until its input ends.
+fn child(provider: &str) -> ExitCode {
+    let (provider, thread) = match provider.strip_suffix("+thread") {
+        Some(provider) => (provider, true),
+        None => (provider, false),
+    };
+    let provider = build(provider, thread).expect("build");
+    let side = Side::open(&provider, None);
+    let memory = side.region(vec![0; LEN], REMOTE);
+    let inbox = side.region(vec![0; INBOX * RECEIVES as usize], LOCAL);
+    let slice = |at: u64| inbox.slice(at * INBOX as u64, INBOX as u64).expect("inside");
+    for at in 0..RECEIVES {
+        // The last receives are for messages with a tag.
+        let tag = (at >= 6).then_some((at, 0));
+        side.endpoint.receive(&[slice(at)], tag, at).expect("post");
+    }
+    println!("name {}", hex(&side.endpoint.name().0));
+    println!("key {}", hex(&memory.key().expect("a key").to_bytes()));
+    let (commands, input) = mpsc::channel();
+    thread::spawn(move || {
+        for line in stdin().lock().lines() {
+            let Ok(line) = line else { return };
+            if commands.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    let (mut peer, mut idle) = (None, false);
+    loop {
+        match input.try_recv() {
+            Ok(line) => {
+                let mut words = line.split(' ');
+                match (words.next(), words.next()) {
+                    (Some("peer"), Some(name)) => {
+                        let name = EndpointName(unhex(name));
+                        peer = Some(side.endpoint.resolve(&name).expect("resolve"));
+                    }
+                    (Some("idle"), _) => idle = true,
+                    (Some("sum"), Some(len)) => {
+                        let mut bytes = vec![0; len.parse().expect("a length")];
+                        memory.read(0, &mut bytes).expect("read");
+                        println!("sum {}", sum(&bytes));
+                    }
+                    (Some("send"), Some(data)) => {
+                        inbox.write(0, &pattern(9, 100)).expect("write");
+                        let from = inbox.slice(0, 100).expect("inside");
+                        let data = data.parse().expect("a number");
+                        let peer = peer.expect("a peer");
+                        side.endpoint.send_immediate(&[from], None, data, peer, 99).expect("post");
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+            Err(mpsc::TryRecvError::Empty) => {}
+            Err(mpsc::TryRecvError::Disconnected) => return ExitCode::SUCCESS,
+        }
+        if idle {
+            thread::sleep(Duration::from_millis(1));
+            continue;
+        }
+        let mut done = Vec::new();
+        side.queue.read(&mut done, 8).expect("read completions");
+        for completion in done {
+            let bytes = completion.result.expect("completion");
+            let mut text = vec![0; if completion.context < RECEIVES { INBOX } else { 0 }];
+            if !text.is_empty() {
+                inbox.read(completion.context * INBOX as u64, &mut text).expect("read");
+            }
+            let shown = sum(&text[..(bytes as usize).min(text.len())]);
+            let (data, tag) = (completion.data.unwrap_or(0), completion.tag.unwrap_or(0));
+            println!("{:?} {} {bytes} {data} {tag} {shown}", completion.kind, completion.context);
+        }
+        thread::yield_now();
+    }
+}
+
+/// A child process with its memory.
+struct Target {
+    process: Child,
+    input: Option<ChildStdin>,
+    output: mpsc::Receiver<String>,
+    name: EndpointName,
+    key: RemoteKey,
+}
+
+impl Target {
+    fn start(provider: &str) -> Self {
+        let mut process = Command::new(env::current_exe().expect("this test"))
+            .env(CHILD, provider)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("start a child");
+        let (input, output) = (process.stdin.take(), process.stdout.take().expect("a pipe"));
+        let (lines, output_lines) = mpsc::channel();
+        thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(std::result::Result::ok) {
+                if lines.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        let key = RemoteKey::new(Addressing::ZeroBased, hmem_core::Iova(0), 0, 0);
+        let name = EndpointName(Vec::new());
+        let mut this = Self { process, input, output: output_lines, name, key };
+        this.name = EndpointName(unhex(&this.line("name ")));
+        this.key = RemoteKey::from_bytes(&unhex(&this.line("key "))).expect("a key");
+        this
+    }
+
+    fn tell(&mut self, command: &str) {
+        writeln!(self.input.as_mut().expect("open"), "{command}").expect("the child reads");
+    }
+
+    /// Returns the rest of the next line, which begins with `start`.
+    fn line(&self, start: &str) -> String {
+        let line = self.output.recv_timeout(SOON).expect("a line of the child");
+        line.strip_prefix(start).unwrap_or_else(|| panic!("{start}: {line}")).to_owned()
+    }
+
+    /// Returns the next line, and makes the initiator's progress while the child prepares it.
+    fn line_while(&self, side: &Side, start: &str) -> String {
+        let end = Instant::now() + SOON;
+        loop {
+            match self.output.try_recv() {
+                Ok(line) => return line.strip_prefix(start).expect(&line).to_owned(),
+                Err(_) => drop(side.domain.progress()),
+            }
+            assert!(Instant::now() < end, "the child printed no {start}");
+            thread::yield_now();
+        }
+    }
+
+    fn end(mut self) {
+        self.input = None;
+        assert!(self.process.wait().expect("wait").success());
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        // A failed test leaves no child behind. A child that has ended cannot be killed.
+        let _ended = self.process.kill().is_err();
+        self.process.wait().expect("wait for the child");
+    }
+}
+
+fn write(
+    side: &Side,
+    from: &Region<Vec<u8>>,
+    target: &Target,
+    peer: PeerId,
+    len: u64,
+) -> Completion {
+    let (from, to) = (from.slice(0, len).expect("inside"), target.key.slice(0, len));
+    side.endpoint.write(&[from], &[to.expect("inside")], peer, 1).expect("post");
+    side.next()
+}
+
+fn verified_bytes_move_between_processes() -> Outcome {
+    let _turn = turn();
+    for name in providers()? {
+        let mut target = Target::start(name);
+        let provider = build(name, false).expect("build");
+        let side = Side::open(&provider, None);
+        let peer = side.endpoint.resolve(&target.name).expect("resolve");
+        assert_eq!(side.endpoint.resolve(&target.name).expect("again"), peer);
+        target.tell(&format!("peer {}", hex(&side.endpoint.name().0)));
+        let local = side.region(vec![0; LEN], LOCAL);
+        let mut posted = 0;
+        // Lengths that are copied at the post, buffered, and moved in many pieces.
+        for (seed, len) in [1, 8, 100, 4097, 70_001, LEN].into_iter().enumerate() {
+            let bytes = pattern(seed as u64, len);
+            local.write(0, &bytes).expect("write");
+            let done = write(&side, &local, &target, peer, len as u64);
+            assert_eq!(
+                (done.kind, done.result.expect("write")),
+                (CompletionKind::Write, len as u64)
+            );
+            target.tell(&format!("sum {len}"));
+            assert_eq!(target.line_while(&side, "sum "), sum(&bytes).to_string(), "{name}: {len}");
+            local.write(0, &vec![0; len]).expect("clear");
+            let into = local.slice(0, len as u64).expect("inside");
+            let from = target.key.slice(0, len as u64).expect("inside");
+            side.endpoint.read(&[into], &[from], peer, 2).expect("post");
+            assert_eq!(side.next().result.expect("read"), len as u64);
+            let mut found = vec![0; len];
+            local.read(0, &mut found).expect("read");
+            assert_eq!(sum(&found), sum(&bytes), "{name}: {len} bytes read");
+            posted += 2;
+        }
+        // A write with data consumes the first receive, and messages the next ones.
+        local.write(0, &pattern(5, 300)).expect("write");
+        let (from, to) = (local.slice(0, 300).expect("inside"), target.key.slice(0, 300));
+        let to = [to.expect("inside")];
+        side.endpoint.write_immediate(&[from], &to, 0xABCD_EF01, peer, 3).expect("post");
+        assert_eq!(side.next().result.expect("write with data"), 300);
+        let zeros = sum(&[0; 300]);
+        let expected = format!("RemoteWrite 0 300 {} 0 {zeros}", 0xABCD_EF01_u32);
+        assert_eq!(target.line_while(&side, ""), expected, "{name}");
+        for (context, len) in [(1, 0), (2, 1), (3, INBOX)] {
+            local.write(0, &pattern(context, len)).expect("write");
+            let from = local.slice(0, len as u64).expect("inside");
+            side.endpoint.send(&[from], None, peer, 4).expect("post");
+            assert_eq!(side.next().result.expect("send"), len as u64);
+            let expected = format!("Receive {context} {len} 0 0 {}", sum(&pattern(context, len)));
+            assert_eq!(target.line_while(&side, ""), expected, "{name}");
+        }
+        for tag in [7, 6] {
+            let from = local.slice(0, 10).expect("inside");
+            side.endpoint.send(&[from], Some(tag), peer, 5).expect("post");
+            side.next().result.expect("send with a tag");
+            let line = target.line_while(&side, "Receive ");
+            assert!(line.starts_with(&format!("{tag} 10 0 {tag} ")), "{name}: {line}");
+        }
+        posted += 6;
+        // A message of the child.
+        let inbox = side.region(vec![0; 100], LOCAL);
+        side.endpoint.receive(&[inbox.slice(0, 100).expect("inside")], None, 6).expect("post");
+        target.tell("send 77");
+        let done = side.next();
+        assert_eq!((done.context, done.data, done.result.expect("message")), (6, Some(77), 100));
+        let mut found = [0; 100];
+        inbox.read(0, &mut found).expect("read");
+        assert_eq!(found.to_vec(), pattern(9, 100));
+        let line = target.line_while(&side, "Send 99 ");
+        assert!(line.starts_with("100 "), "{line}");
+        atomics(&side, &target, &local, peer, name);
+        let [tx, rx] = &side.counters;
+        assert!(tx.value() >= posted && tx.errors() == 0, "{name}: {tx:?}");
+        assert_eq!((rx.value(), rx.errors()), (1, 0));
+        target.end();
+    }
+    Ok(())
+}
+
+/// Adds to a number of the target, and swaps it, if the provider has atomics.
+fn atomics(side: &Side, target: &Target, local: &Region<Vec<u8>>, peer: PeerId, name: &str) {
+    local.write(0, &40_u64.to_le_bytes()).expect("write");
+    write(side, local, target, peer, 8).result.expect("write");
+    let slice = |at| local.slice(at, 8).expect("inside");
+    let (remote, datatype) = (target.key.slice(0, 8).expect("inside"), AtomicType::U64);
+    let run = |op, operand: u64, compare: Option<u64>| -> Result<u64> {
+        local.write(0, &operand.to_le_bytes()).expect("write");
+        local.write(16, &compare.unwrap_or(0).to_le_bytes()).expect("write");
+        let (operand, result) = (slice(0), Some(slice(8)));
+        let compare = compare.map(|_| slice(16));
+        let atomic = Atomic { op, datatype, remote, operand, result, compare };
+        side.endpoint.atomic(&atomic, peer, 8)?;
+        side.next().result?;
+        let mut old = [0; 8];
+        local.read(8, &mut old).expect("read");
+        Ok(u64::from_le_bytes(old))
+    };
+    match run(AtomicOp::Sum, 2, None) {
+        Err(error) if name == "tcp" => assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}"),
+        old => {
+            assert_eq!(old.expect("add"), 40, "{name}");
+            assert_eq!(run(AtomicOp::Cswap, 7, Some(1)).expect("swap"), 42, "{name}");
+            assert_eq!(run(AtomicOp::Cswap, 7, Some(42)).expect("swap"), 42, "{name}");
+            assert_eq!(run(AtomicOp::Bxor, 1, None).expect("xor"), 7, "{name}");
+        }
+    }
+}
+
+fn target_with_a_thread_needs_no_calls() -> Outcome {
+    let _turn = turn();
+    for name in providers()? {
+        let provider = build(name, true).expect("build");
+        assert_eq!(provider.nics().expect("list")[0].progress, ProgressModel::Thread);
+        let mut target = Target::start(&format!("{name}+thread"));
+        let side = Side::open(&provider, None);
+        assert!(side.domain.provider_domain().manual_progress().is_none());
+        let peer = side.endpoint.resolve(&target.name).expect("resolve");
+        target.tell("idle");
+        let local = side.region(pattern(3, LEN), LOCAL);
+        for _ in 0..4 {
+            let done = write(&side, &local, &target, peer, LEN as u64);
+            assert_eq!(done.result.expect("write"), LEN as u64, "{name}");
+        }
+        target.tell(&format!("sum {LEN}"));
+        assert_eq!(target.line("sum "), sum(&pattern(3, LEN)).to_string(), "{name}");
+        target.end();
+    }
+    Ok(())
+}
+
+fn requests_to_a_dead_peer_end_with_errors_and_a_new_peer_works() -> Outcome {
+    let _turn = turn();
+    let shared_files = |process: &Child| {
+        let start = format!("{}:", process.id());
+        let files = fs::read_dir("/dev/shm").expect("list").map(|file| file.expect("a file"));
+        files.filter(|file| file.file_name().to_string_lossy().starts_with(&start)).count()
+    };
+    for name in providers()? {
+        let provider = build(name, false).expect("build");
+        for round in 0..2 {
+            let side = Side::open(&provider, None);
+            let local = side.region(pattern(3, LEN), LOCAL);
+            let mut target = Target::start(name);
+            let peer = side.endpoint.resolve(&target.name).expect("resolve");
+            write(&side, &local, &target, peer, LEN as u64).result.expect("write");
+            // The child makes no progress, so that the requests are in flight when it dies.
+            target.tell("idle");
+            thread::sleep(Duration::from_millis(50));
+            for context in 0..3 {
+                let (from, to) = (local.slice(0, LEN as u64), target.key.slice(0, LEN as u64));
+                let (from, to) = ([from.expect("inside")], [to.expect("inside")]);
+                side.endpoint.write(&from, &to, peer, context).expect("post");
+                side.endpoint
+                    .send(&[local.slice(0, 64).expect("inside")], None, peer, context + 10)
+                    .expect("post");
+            }
+            target.process.kill().expect("kill");
+            target.process.wait().expect("wait");
+            let mut ended = VecDeque::from_iter((0..6).map(|_| side.next()));
+            // A message may have been sent before the peer died. A write is not in its memory.
+            ended.retain(|done| done.kind == CompletionKind::Write);
+            assert_eq!(ended.len(), 3);
+            for done in ended {
+                let error = done.result.expect_err("the peer was dead");
+                assert_eq!(error.kind(), ErrorKind::Unreachable, "{name}: {}", error.full());
+            }
+            if round == 0 {
+                let (from, to) = (local.slice(0, 8).expect("inside"), target.key.slice(0, 8));
+                match side.endpoint.write(&[from], &[to.expect("inside")], peer, 20) {
+                    Err(error) => assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}"),
+                    Ok(()) => assert!(side.next().result.is_err(), "written to a dead peer"),
+                }
+            }
+            assert_eq!(shared_files(&target.process), 0, "{name}: files of the dead process");
+            let Side { endpoint, queue, domain, .. } = side;
+            endpoint.close().expect("close");
+            drop((queue, local));
+            domain.close().expect("close the domain");
+        }
+    }
+    Ok(())
+}
+
+fn names_of_other_providers_and_damaged_names_are_refused() -> Outcome {
+    let _turn = turn();
+    let sides: Vec<_> = providers()?
+        .into_iter()
+        .map(|name| Side::open(&build(name, false).expect("build"), None))
+        .collect();
+    for (at, side) in sides.iter().enumerate() {
+        for (other, far) in sides.iter().enumerate() {
+            let name = far.endpoint.name();
+            let resolved = side.endpoint.resolve(&name).map_err(|error| error.kind());
+            let expected = if at == other { Ok(()) } else { Err(ErrorKind::Unreachable) };
+            assert_eq!(resolved.map(drop), expected);
+            let short = EndpointName(name.0[..name.0.len() - 1].to_vec());
+            let error = side.endpoint.resolve(&short).expect_err("truncated");
+            assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+        }
+        let bytes = vec![1_u8; 8];
+        let region = side.region(bytes, LOCAL);
+        let from = [region.slice(0, 8).expect("inside")];
+        let error = side.endpoint.send(&from, None, PeerId(1), 1).expect_err("no such peer");
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    }
+    Ok(())
+}
+
+fn region_of_several_ranges_is_reached_through_its_composite_key() -> Outcome {
+    let _turn = turn();
+    for name in providers()? {
+        let provider = build(name, true).expect("build");
+        let (near, far) = (Side::open(&provider, None), Side::open(&provider, None));
+        let peer = near.endpoint.resolve(&far.endpoint.name()).expect("resolve");
+        let buffer = vec![0_u8; 3 * 4096];
+        let range = |at: usize| AddressRange::of(&buffer[at * 4096..][..1000]);
+        // SAFETY: the buffer outlives the region, and nothing uses it before the region is closed.
+        let memory = unsafe { Raw::new(Box::from([range(2), range(0)]), Promise::ReadWrite) };
+        let region = far.domain.register(memory, REMOTE).expect("register");
+        let key = region.key().expect("a key");
+        let local = near.region(pattern(4, 2000), LOCAL);
+        // Local and remote parts have other boundaries than each other.
+        let local_parts = [(0, 300), (300, 900), (1200, 800)];
+        let local_parts = local_parts.map(|(at, len)| local.slice(at, len).expect("inside"));
+        let segments =
+            hmem_core::transfer::RemoteSegment { address: key.base(), len: 2000, key: &key };
+        if near.domain.mr_mode().contains(hmem_core::MrMode::VIRT_ADDR) {
+            continue;
+        }
+        near.endpoint.write(&local_parts, &[segments], peer, 1).expect("post");
+        assert_eq!(near.next().result.expect("write"), 2000, "{name}");
+        drop(region);
+        let found = [&buffer[8192..][..1000], &buffer[..1000]].concat();
+        assert_eq!(found, pattern(4, 2000), "{name}");
+    }
+    Ok(())
+}
+
+/// A page that is unmapped and mapped again at its address.
+struct Page(usize);
+
+impl Page {
+    fn map(at: usize) -> Self {
+        let fixed = if at == 0 { 0 } else { libc::MAP_FIXED };
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed;
+        let at = std::ptr::with_exposed_provenance_mut(at);
+        // SAFETY: new pages, or pages at the address of a page that was unmapped just now.
+        let page =
+            unsafe { libc::mmap(at, 4096, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+        assert_ne!(page, libc::MAP_FAILED);
+        Self(page.expose_provenance())
+    }
+}
+
+impl ReusableMemory for Page {
+    fn range(&self) -> Result<AddressRange> {
+        AddressRange::new(hmem_core::Address(self.0 as u64), 4096)
+    }
+
+    fn renew(&mut self, _round: u64) -> Result<()> {
+        let page = std::ptr::with_exposed_provenance_mut(self.0);
+        // SAFETY: the page of this value, which nothing else uses.
+        assert_eq!(unsafe { libc::munmap(page, 4096) }, 0);
+        *self = Self::map(self.0);
+        Ok(())
+    }
+
+    fn write(&self, from: &[u8]) -> Result<()> {
+        // SAFETY: the page is mapped, longer than a transfer, and no transfer is in flight.
+        unsafe {
+            let page = std::ptr::with_exposed_provenance_mut::<u8>(self.0);
+            page.copy_from(from.as_ptr(), from.len());
+        }
+        Ok(())
+    }
+
+    fn read(&self, into: &mut [u8]) -> Result<()> {
+        // SAFETY: the page is mapped, longer than a transfer, and no transfer is in flight.
+        unsafe {
+            let page = std::ptr::with_exposed_provenance::<u8>(self.0);
+            into.as_mut_ptr().copy_from(page, into.len());
+        }
+        Ok(())
+    }
+}
+
+fn cache_has_no_stale_hit_and_registers_again_after_each_change() -> Outcome {
+    const ROUNDS: u64 = 300;
+    let _turn = turn();
+    for name in providers()? {
+        let provider = build(name, false).expect("build");
+        assert_eq!(provider.nics().expect("list")[0].driver_cache, None);
+        let side = Side::open(&provider, Some(CacheAttr::default()));
+        let (mut page, mut counts) = (Page::map(0), StaleCounts::default());
+        // SAFETY: the page belongs to the test alone. Software follows the mapping, so a stale
+        // registration reaches the pages of the test only.
+        let run = unsafe { counts.run(&side.domain, &mut page, ROUNDS) };
+        run.expect("rounds");
+        assert_eq!((counts.rounds, counts.reused, counts.stale), (ROUNDS, ROUNDS, 0), "{name}");
+        let statistics = side.domain.cache().expect("a cache").statistics();
+        // The second lookup of a round hits, and the first one of the next round does not.
+        assert!(statistics.hits <= ROUNDS, "{name}: a registration outlived its memory");
+        assert!(statistics.hits > ROUNDS / 2, "{name}: {statistics:?}");
+    }
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    if let Ok(provider) = env::var(CHILD) {
+        return child(&provider);
+    }
+    trials! { const TESTS;
+        /// FAB-04
+        verified_bytes_move_between_processes,
+        /// FAB-06
+        target_with_a_thread_needs_no_calls,
+        /// FAB-08
+        requests_to_a_dead_peer_end_with_errors_and_a_new_peer_works,
+        /// FAB-04
+        names_of_other_providers_and_damaged_names_are_refused,
+        /// FAB-03
+        region_of_several_ranges_is_reached_through_its_composite_key,
+        /// FAB-05
+        cache_has_no_stale_hit_and_registers_again_after_each_change,
+    }
+    trials::run(TESTS)
+}
