@@ -35,7 +35,7 @@ pub(super) struct Overrides {
 #[derive(Clone, Debug)]
 pub(super) struct DomainAttr {
     pub(super) provider_attr: ProviderAttr,
-    /// The bits of `fi_domain_attr::mr_mode`.
+    /// The bits of `fi_domain_attr::mr_mode`. FI_MR_BASIC is replaced by the bits that it means.
     pub(super) mr_mode: c_int,
     /// The capabilities of `fi_info` (`FI_HMEM`, `FI_ATOMIC` and so on).
     pub(super) caps: u64,
@@ -60,7 +60,7 @@ impl DomainAttr {
         overrides: Overrides,
         own_cache: Option<String>,
     ) -> Self {
-        let (mr_mode, caps) = (domain.mr_mode, info.caps);
+        let (mr_mode, caps) = (without_basic(domain.mr_mode), info.caps);
         let hmem = caps & sys::FI_HMEM != 0;
         let imports = names.provider.split(';').any(|layer| IMPORTING.contains(&layer));
         let dma_buf = overrides.dma_buf.unwrap_or(hmem && imports) && api_version >= DMA_BUF_API;
@@ -123,11 +123,17 @@ impl DomainAttr {
     }
 }
 
+/// Returns the bits of a mode, with FI_MR_BASIC replaced by the bits that it means. libfabric keeps
+/// the bit if the program offers it.
+fn without_basic(mr_mode: c_int) -> c_int {
+    let all = MrMode::from_bits_retain(mr_mode.unsigned_abs());
+    all.effective().bits().cast_signed()
+}
+
 /// Returns the bits that the application must offer. The provider binds and enables regions itself,
 /// so ENDPOINT is missing.
 fn required(mr_mode: c_int) -> MrMode {
-    let bits = MrMode::from_bits_truncate(mr_mode.unsigned_abs());
-    bits.difference(MrMode::BASIC | MrMode::SCALABLE | MrMode::ENDPOINT)
+    MrMode::from_bits_truncate(mr_mode.unsigned_abs()).difference(MrMode::ENDPOINT)
 }
 
 /// Returns the registration flags that the domain supports.
