@@ -11,7 +11,7 @@ use std::{
 
 use super::sys::{self, Functions};
 
-/// Limit for a transfer. A transfer over a loopback device takes less than a millisecond.
+/// Default limit for a transfer. A transfer over a loopback device takes less than a millisecond.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Error of a libfabric call: the call, and the number that it returned.
@@ -32,6 +32,8 @@ pub(crate) struct Wanted {
     pub(crate) api_version: u32,
     pub(crate) endpoint_type: c_int,
     pub(crate) caps: u64,
+    /// Flags of every transfer (`FI_DELIVERY_COMPLETE`, say).
+    pub(crate) op_flags: u64,
     /// The mode bits that the program offers (`FI_MR_...`).
     pub(crate) mr_mode: c_int,
     pub(crate) threading: c_int,
@@ -45,6 +47,7 @@ impl Wanted {
             api_version: sys::API_VERSION,
             endpoint_type: sys::FI_EP_RDM,
             caps: sys::FI_RMA,
+            op_flags: 0,
             mr_mode: sys::FI_MR_LOCAL
                 | sys::FI_MR_VIRT_ADDR
                 | sys::FI_MR_ALLOCATED
@@ -93,6 +96,7 @@ impl Fabric {
             }
             ((*hints).caps, (*hints).mode) = (wanted.caps, 0);
             (*(*hints).ep_attr).r#type = wanted.endpoint_type;
+            (*(*hints).tx_attr).op_flags = wanted.op_flags;
             (*(*hints).domain_attr).mr_mode = wanted.mr_mode;
             (*(*hints).domain_attr).threading = wanted.threading;
             (*(*hints).fabric_attr).prov_name = name.as_ptr().cast_mut();
@@ -150,6 +154,8 @@ pub(crate) struct Remote {
 /// An endpoint with a completion queue and an address vector of its own.
 pub(crate) struct Endpoint {
     pub(crate) endpoint: *mut sys::fid_ep,
+    /// Time after which a transfer counts as failed.
+    pub(crate) limit: Duration,
     queue: *mut sys::fid_cq,
     addresses: *mut sys::fid_av,
     _fabric: Arc<Fabric>,
@@ -159,6 +165,7 @@ impl Endpoint {
     pub(crate) fn open(fabric: &Arc<Fabric>) -> Result<Self, CallError> {
         let mut this = Self {
             endpoint: ptr::null_mut(),
+            limit: LIMIT,
             queue: ptr::null_mut(),
             addresses: ptr::null_mut(),
             _fabric: Arc::clone(fabric),
@@ -278,7 +285,7 @@ impl Endpoint {
         target: &Self,
         post: impl Fn() -> isize,
     ) -> Result<(), CallError> {
-        let end = Instant::now() + LIMIT;
+        let end = Instant::now() + self.limit;
         let again = -(sys::FI_EAGAIN as isize);
         let mut posted = false;
         while Instant::now() < end {
