@@ -17,8 +17,7 @@ use super::{
 /// Limit for a transfer.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Limit for a transfer that the software NIC refused, and for one without bytes: some providers
-/// never complete these.
+/// Limit for a transfer that the target should refuse: some providers never complete it.
 const LIMIT_OF_REFUSED: Duration = Duration::from_millis(20);
 
 /// The three sides of a case.
@@ -132,12 +131,9 @@ impl Sides {
             Step::Transfer { slot, transfer } => {
                 let initial = self.initial.clone();
                 self.each(|side| side.memory().fill_scratch(&initial, number));
-                let software = self.software.transfer(*slot, *transfer, LIMIT);
-                let may_hang = software.is_err() || transfer.len == 0;
-                let limit = if may_hang { LIMIT_OF_REFUSED } else { LIMIT };
-                let direct = self.direct.transfer(*slot, *transfer, limit);
-                let borrowed = self.borrowed.transfer(*slot, *transfer, limit);
-                let results = [direct, borrowed, software];
+                let limit =
+                    if place.peers_may(*slot, *transfer) { LIMIT } else { LIMIT_OF_REFUSED };
+                let results = self.results(|side| side.transfer(*slot, *transfer, limit));
                 let same = self.compare(&place, &results)?;
                 let bytes = self.direct.memory().bytes();
                 for way in [Way::Borrowed, Way::Software] {
@@ -215,7 +211,10 @@ impl Sides {
     ) -> Result<(), String> {
         let found = deviations::explain(*place, way, direct, other);
         let found = found.ok_or_else(|| {
-            format!("{way:?}: {other} instead of {direct}, in {:?}: {}", place.step, details())
+            let Place { step, open, .. } = place;
+            let open: Vec<_> = open.iter().flatten().map(|open| &open.request).collect();
+            let details = details();
+            format!("{way:?}: {other} instead of {direct}, in {step:?}, with {open:?}: {details}")
         })?;
         *self.met.entry(found).or_default() += 1;
         Ok(())

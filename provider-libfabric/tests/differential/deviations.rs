@@ -5,7 +5,7 @@ use hmem_provider_libfabric::sys;
 
 use super::{
     Case,
-    compare::{OTHER_BYTES, OTHER_KEY, Open, REFUSED, Way},
+    compare::{OTHER_KEY, Open, REFUSED, Way},
     memory::{HOLE, LEN},
     program::{ACCESS, Detail, Request, SLOTS, Step, Transfer},
 };
@@ -41,6 +41,7 @@ impl Place<'_> {
     ///
     /// - It accesses only mapped memory, even if nothing checks its bounds.
     /// - Its source and its destination do not overlap.
+    /// - If its region is closed, no other region has the key.
     /// - The region has no counter. `sockets`, the only one of these providers that binds counters,
     ///   crashes or hangs in such a transfer.
     fn is_safe(&self, slot: usize, transfer: Transfer) -> bool {
@@ -58,7 +59,26 @@ impl Place<'_> {
             }
         };
         let counted = self.open[slot].as_ref().is_some_and(|open| open.counters > 0);
-        end <= LEN && apart && !counted
+        let mut open = self.open.iter().flatten();
+        let reused = self.open[slot].is_none() && open.any(|open| open.request.key == target.key);
+        end <= LEN && apart && !counted && !reused
+    }
+
+    /// Returns true if a transfer through the C API is one that the target's region permits.
+    pub(crate) fn peers_may(&self, slot: usize, transfer: Transfer) -> bool {
+        let Some(Access { target, first, .. }) = self.access(slot, transfer) else { return false };
+        let granted = match transfer.write {
+            true => target.access & sys::FI_REMOTE_WRITE != 0,
+            false => target.access & sys::FI_REMOTE_READ != 0 || self.send_reads(target),
+        };
+        let bytes = transfer.len > 0;
+        self.open[slot].is_some() && granted && first && bytes && !transfer.wrong_key
+    }
+
+    /// Returns true if peers may read a region only because it has the right SEND.
+    fn send_reads(&self, target: &Request) -> bool {
+        let rights = target.access & (sys::FI_SEND | sys::FI_REMOTE_READ);
+        self.case.rxm && rights == sys::FI_SEND
     }
 
     /// Returns what a transfer accesses. `None` if the slot never had a region with this range.
@@ -123,6 +143,7 @@ deviations! {
     RawKey = "Enabling, refreshing and raw keys where libfabric has no such call",
     Counter = "A borrowed domain binds no counters (different)",
     LocalRights = "Rights are enforced one by one (stricter)",
+    SendReads = "SEND lets peers read over ofi_rxm (wider)",
     LocalBounds = "libfabric does not check the local buffer",
     SingleUse = "libfabric ignores flags that a provider does not support",
     /// shm
@@ -231,7 +252,11 @@ pub(crate) fn explain(place: Place<'_>, way: Way, direct: i32, other: i32) -> Op
         Step::Enable { .. } => {
             ((direct, other) == (ENOSYS, EOPBADSTATE)).then_some(D::EnabledRegion)
         }
-        Step::Refresh { .. } => ((direct, other) == (ENOSYS, 0)).then_some(D::Refresh),
+        // The software NIC fails if pages are absent.
+        Step::Refresh { .. } => match (way, direct, other) {
+            (Way::Software, ENOSYS, 0 | EFAULT) => Some(D::Refresh),
+            _ => None,
+        },
         Step::RawKey { .. } => match (way, direct, other) {
             (Way::Borrowed, ENOSYS, EOPNOTSUPP) | (Way::Software, ENOSYS, 0) => Some(D::RawKey),
             _ => None,
@@ -259,10 +284,12 @@ fn transfer_deviation(
 
     let Access { target, own, first } = place.access(slot, transfer)?;
     let several = target.ranges.len() > 1;
-    let unchecked = place.case.wanted.provider == "shm";
+    if place.case.wanted.provider == "shm" && !(own && place.peers_may(slot, transfer)) {
+        let empty = transfer.len == 0;
+        return Some(if empty { D::EmptyTransfer } else { D::UncheckedAccess });
+    }
     match (way, direct, other) {
         (_, 0, REFUSED) | (_, REFUSED, 0) if transfer.len == 0 => Some(D::EmptyTransfer),
-        (Way::Borrowed, ..) if several && unchecked && !own => Some(D::UncheckedAccess),
         (_, REFUSED, 0) if several && !first => Some(D::SeveralRanges),
         (Way::Borrowed, 0, REFUSED) if several && !own => Some(D::SeveralRanges),
         (Way::Software, 0, REFUSED) => {
@@ -273,10 +300,9 @@ fn transfer_deviation(
                 Some(local) if transfer.len > local.first().1 => Some(D::LocalBounds),
                 _ if target.flags & MrFlags::MR_SINGLE_USE.bits() != 0 => Some(D::SingleUse),
                 _ if target.detail == Detail::AuthKey => Some(D::AuthorizationKey),
-                _ => unchecked.then_some(D::UncheckedAccess),
+                _ => (!transfer.write && place.send_reads(target)).then_some(D::SendReads),
             }
         }
-        (Way::Software, 0, OTHER_BYTES) if unchecked && !own => Some(D::UncheckedAccess),
         _ => None,
     }
 }

@@ -94,7 +94,7 @@ pub(crate) const FLAGS: [u64; 6] = [1 << 40, 1 << 41, 1 << 45, 1 << 46, 1 << 49,
 
 fn range() -> impl Strategy<Value = (u64, u64)> {
     prop_oneof![
-        12 => (0..LEN - 20_000, 1..20_000_u64),
+        30 => (0..LEN - 20_000, 1..20_000_u64),
         // The end of the memory, and the whole of it.
         1 => Just((LEN - 4096, 4096)),
         1 => Just((0, LEN)),
@@ -108,7 +108,7 @@ fn access() -> impl Strategy<Value = u64> {
         ACCESS.iter().zip(chosen).filter(|(_, chosen)| *chosen).map(|(bit, _)| *bit).sum()
     });
     let every: u64 = ACCESS.iter().sum();
-    prop_oneof![6 => subset, 6 => Just(every), 1 => Just(every | 1 << 20)]
+    prop_oneof![6 => subset, 8 => Just(every), 1 => Just(every | 1 << 20)]
 }
 
 fn key() -> impl Strategy<Value = u64> {
@@ -118,7 +118,7 @@ fn key() -> impl Strategy<Value = u64> {
 
 fn flags() -> impl Strategy<Value = u64> {
     prop_oneof![
-        24 => Just(0),
+        40 => Just(0),
         6 => select(FLAGS.as_slice()),
         1 => (select(FLAGS.as_slice()), select(FLAGS.as_slice())).prop_map(|(one, other)| one | other),
         1 => (0..64_u32).prop_map(|bit| 1 << bit),
@@ -127,19 +127,19 @@ fn flags() -> impl Strategy<Value = u64> {
 
 fn detail() -> impl Strategy<Value = Detail> {
     prop_oneof![
-        30 => Just(Detail::None),
+        60 => Just(Detail::None),
         1 => Just(Detail::AuthKey),
         1 => Just(Detail::Offset),
         1 => select([4096, 12345, 1 << 21].as_slice()).prop_map(Detail::PageSize),
         1 => Just(Detail::HmemData),
         1 => select([0, 1, 3].as_slice()).prop_map(Detail::Iface),
-        2 => (0..SLOTS).prop_map(Detail::Base),
+        4 => (0..SLOTS).prop_map(Detail::Base),
     ]
 }
 
 fn request() -> impl Strategy<Value = Request> {
     let ranges =
-        prop_oneof![8 => vec(range(), 1), 2 => vec(range(), 2..4), 1 => vec(range(), 0..12)];
+        prop_oneof![16 => vec(range(), 1), 2 => vec(range(), 2..4), 1 => vec(range(), 0..12)];
     (ranges, access(), key(), flags(), detail()).prop_map(
         |(mut ranges, access, key, flags, mut detail)| {
             // A sub-region has one range.
@@ -155,11 +155,12 @@ fn request() -> impl Strategy<Value = Request> {
 }
 
 fn transfer() -> impl Strategy<Value = Transfer> {
-    let offset = prop_oneof![8 => 0..5000_i64, 1 => -2..0_i64, 1 => 5000..40_000_i64];
-    let len = prop_oneof![6 => 1..5000_u64, 1 => Just(0), 1 => 5000..20_000_u64];
+    let offset = prop_oneof![10 => 0..3000_i64, 1 => -2..0_i64, 1 => 3000..40_000_i64];
+    let len = prop_oneof![10 => 1..3000_u64, 1 => Just(0), 1 => 3000..20_000_u64];
     let local = prop_oneof![4 => Just(None), 1 => (0..SLOTS).prop_map(Some)];
     let wrong_key = prop_oneof![9 => Just(false), 1 => Just(true)];
-    (any::<bool>(), 0..3_usize, offset, len, wrong_key, local).prop_map(
+    let range = prop_oneof![6 => Just(0_usize), 1 => 1..3_usize];
+    (any::<bool>(), range, offset, len, wrong_key, local).prop_map(
         |(write, range, offset, len, wrong_key, local)| Transfer {
             write,
             range,
@@ -171,13 +172,13 @@ fn transfer() -> impl Strategy<Value = Transfer> {
     )
 }
 
-/// Programs of up to 40 steps.
+/// Programs of up to 60 steps.
 pub(crate) fn programs() -> impl Strategy<Value = Vec<Step>> {
     let slot = 0..SLOTS;
     let step = prop_oneof![
         12 => (slot.clone(), request()).prop_map(|(slot, request)| Step::Register { slot, request }),
         6 => slot.clone().prop_map(|slot| Step::Close { slot }),
-        10 => (slot.clone(), transfer())
+        16 => (slot.clone(), transfer())
             .prop_map(|(slot, transfer)| Step::Transfer { slot, transfer }),
         1 => slot.clone().prop_map(|slot| Step::Enable { slot }),
         1 => slot.clone().prop_map(|slot| Step::Refresh { slot }),
@@ -187,5 +188,5 @@ pub(crate) fn programs() -> impl Strategy<Value = Vec<Step>> {
         1 => Just(Step::CloseEndpoints),
         1 => Just(Step::CloseDomain),
     ];
-    vec(step, 1..40)
+    vec(step, 1..60)
 }
