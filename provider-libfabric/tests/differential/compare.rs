@@ -95,7 +95,7 @@ impl Sides {
                 same &= self.compare_keys(&place, request, &keys)?;
                 if same && !keys[0].is_empty() {
                     self.last[*slot] = Some(request.clone());
-                    open[*slot] = Some(Opened { request: request.clone(), keys, counters: 0 });
+                    open[*slot] = Some(Opened { request: request.clone(), keys });
                 } else {
                     self.last[*slot] = None;
                     self.each(|side| side.forget(*slot));
@@ -113,19 +113,12 @@ impl Sides {
             }
             Step::BindCounter { slot } => {
                 let results = self.results(|side| side.bind_counter(*slot));
-                let same = self.compare(&place, &results)?;
-                let bound = open[*slot].as_mut().expect("an open slot");
-                if !same {
-                    self.each(|side| side.close_counters(*slot));
-                    bound.counters = 0;
-                } else if results[0].is_ok() {
-                    bound.counters += 1;
+                self.compare(&place, &results)?;
+                if results.iter().any(Result::is_ok) {
+                    self.last[*slot] = None;
+                    open[*slot] = None;
+                    self.each(|side| side.forget(*slot));
                 }
-                Ok(())
-            }
-            Step::CloseCounters { slot } => {
-                self.each(|side| side.close_counters(*slot));
-                open[*slot].as_mut().expect("an open slot").counters = 0;
                 Ok(())
             }
             Step::Transfer { slot, transfer } => {
@@ -238,7 +231,7 @@ impl Sides {
             return Ok(true);
         }
         let [direct, borrowed, software] = keys;
-        if !direct.is_empty() && !(direct == &[request.key] || direct == &[none]) {
+        if !direct.iter().all(|key| [request.key, none].contains(key)) {
             return Err(format!("the C API has keys {direct:x?} for {request:?}"));
         }
         let mut same = true;
@@ -277,7 +270,6 @@ pub(crate) struct Opened {
     pub(crate) request: Request,
     /// The keys on each side.
     keys: [Vec<u64>; 3],
-    pub(crate) counters: usize,
 }
 
 /// A way that is compared with libfabric's C API.

@@ -29,8 +29,7 @@ impl Place<'_> {
             | Step::Enable { slot }
             | Step::Refresh { slot }
             | Step::RawKey { slot }
-            | Step::BindCounter { slot }
-            | Step::CloseCounters { slot } => self.open[*slot].is_none(),
+            | Step::BindCounter { slot } => self.open[*slot].is_none(),
             Step::Transfer { slot, transfer } => !self.is_safe(*slot, *transfer),
             Step::CloseEndpoints => false,
             Step::CloseDomain => self.open.iter().all(Option::is_none),
@@ -42,8 +41,6 @@ impl Place<'_> {
     /// - It accesses only mapped memory, even if nothing checks its bounds.
     /// - Its source and its destination do not overlap.
     /// - If its region is closed, no other region has the key.
-    /// - The region has no counter. `sockets`, the only one of these providers that binds counters,
-    ///   crashes or hangs in such a transfer.
     fn is_safe(&self, slot: usize, transfer: Transfer) -> bool {
         let Some(target) = &self.last[slot] else { return false };
         let Some((start, _)) = target.ranges.get(transfer.range) else { return false };
@@ -58,10 +55,9 @@ impl Place<'_> {
                 local_end <= LEN && (local_end <= start || end <= local)
             }
         };
-        let counted = self.open[slot].as_ref().is_some_and(|open| open.counters > 0);
         let mut open = self.open.iter().flatten();
         let reused = self.open[slot].is_none() && open.any(|open| open.request.key == target.key);
-        end <= LEN && apart && !counted && !reused
+        end <= LEN && apart && !reused
     }
 
     /// Returns true if a transfer through the C API is one that the target's region permits.

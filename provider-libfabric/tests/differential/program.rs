@@ -33,9 +33,6 @@ pub(crate) enum Step {
     BindCounter {
         slot: usize,
     },
-    CloseCounters {
-        slot: usize,
-    },
     Transfer {
         slot: usize,
         transfer: Transfer,
@@ -183,8 +180,7 @@ pub(crate) fn programs() -> impl Strategy<Value = Vec<Step>> {
         1 => slot.clone().prop_map(|slot| Step::Enable { slot }),
         1 => slot.clone().prop_map(|slot| Step::Refresh { slot }),
         1 => slot.clone().prop_map(|slot| Step::RawKey { slot }),
-        1 => slot.clone().prop_map(|slot| Step::BindCounter { slot }),
-        1 => slot.prop_map(|slot| Step::CloseCounters { slot }),
+        1 => slot.prop_map(|slot| Step::BindCounter { slot }),
         1 => Just(Step::CloseEndpoints),
         1 => Just(Step::CloseDomain),
     ];

@@ -74,24 +74,16 @@ pub(crate) trait Side {
     /// Reads the raw key, and returns its length.
     fn raw_key(&mut self, slot: usize) -> Done<usize>;
 
+    /// Binds a new counter. After a success the region is only closed, before its counters: the
+    /// provider `sockets` writes to a counter that was closed first.
     fn bind_counter(&mut self, slot: usize) -> Done;
-
-    /// Closes the counters of a region.
-    fn close_counters(&mut self, slot: usize);
 
     /// Transfers with the key of a region. The key of a closed region is that of the last region in
     /// the slot. Does nothing if the slot never had a region.
     fn transfer(&mut self, slot: usize, transfer: Transfer, limit: Duration) -> Done;
 
-    fn is_open(&self, slot: usize) -> bool;
-
     /// Closes the region of a slot, if there is one, with its counters.
-    fn close_if_open(&mut self, slot: usize) {
-        if self.is_open(slot) {
-            self.close_counters(slot);
-            self.close(slot).expect("close");
-        }
-    }
+    fn close_if_open(&mut self, slot: usize);
 
     /// Empties a slot, as if it never had a region.
     fn forget(&mut self, slot: usize);
@@ -252,13 +244,6 @@ unsafe fn control(
     })
 }
 
-fn close_all(counters: Vec<*mut sys::fid>) {
-    for counter in counters {
-        // SAFETY: the counter is open, and the list is the only one that has it.
-        unsafe { close(counter) }.expect("close a counter");
-    }
-}
-
 impl Direct {
     pub(crate) fn open(fabric: Arc<Fabric>, wanted: Wanted, mode: MrMode) -> Self {
         let mut this = Self {
@@ -359,7 +344,10 @@ impl Side for Direct {
         // flight.
         unsafe { close(self.region(slot).mr.cast()) }?;
         let Registered { counters, .. } = self.regions[slot].take().expect("a region");
-        close_all(counters);
+        for counter in counters {
+            // SAFETY: the counter is open, and nothing refers to it since its region was closed.
+            unsafe { close(counter) }.expect("close a counter");
+        }
         Ok(())
     }
 
@@ -407,11 +395,6 @@ impl Side for Direct {
         Ok(())
     }
 
-    fn close_counters(&mut self, slot: usize) {
-        let region = self.regions[slot].as_mut().expect("a slot with a region");
-        close_all(std::mem::take(&mut region.counters));
-    }
-
     fn transfer(&mut self, slot: usize, transfer: Transfer, limit: Duration) -> Done {
         let Some(remote) = self.exposed[slot].of(transfer) else { return Ok(()) };
         let (mr, address_here) = match transfer.local {
@@ -427,8 +410,10 @@ impl Side for Direct {
         self.link.transfer(transfer.write, local, remote, limit)
     }
 
-    fn is_open(&self, slot: usize) -> bool {
-        self.regions[slot].is_some()
+    fn close_if_open(&mut self, slot: usize) {
+        if self.regions[slot].is_some() {
+            self.close(slot).expect("close");
+        }
     }
 
     fn forget(&mut self, slot: usize) {
@@ -689,11 +674,6 @@ impl Side for Hmem {
         Ok(())
     }
 
-    fn close_counters(&mut self, slot: usize) {
-        let counters = &mut self.regions[slot].as_mut().expect("a slot with a region").1;
-        counters.drain(..).for_each(|counter| counter.close());
-    }
-
     fn transfer(&mut self, slot: usize, transfer: Transfer, limit: Duration) -> Done {
         let Some(remote) = self.exposed[slot].of(transfer) else { return Ok(()) };
         let local = match transfer.local {
@@ -723,8 +703,11 @@ impl Side for Hmem {
         }
     }
 
-    fn is_open(&self, slot: usize) -> bool {
-        self.regions[slot].is_some()
+    fn close_if_open(&mut self, slot: usize) {
+        if let Some((_, counters)) = &self.regions[slot] {
+            counters.iter().for_each(|counter| counter.close());
+            self.close(slot).expect("close");
+        }
     }
 
     fn forget(&mut self, slot: usize) {
