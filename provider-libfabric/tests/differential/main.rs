@@ -33,7 +33,7 @@ use trials::{Outcome, Skipped, trials};
 const SEED: u64 = 27;
 
 /// Number of programs for each domain, unless `HMEM_DIFFERENTIAL_PROGRAMS` has another.
-const PROGRAMS: u32 = 6;
+const PROGRAMS: u32 = 2;
 
 const PROVIDERS: [&str; 5] = ["tcp;ofi_rxm", "shm", "tcp", "sockets", "udp;ofi_rxd"];
 
