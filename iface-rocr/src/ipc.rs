@@ -81,7 +81,7 @@ impl Ipc for IpcExchange {
         if body.len > body.whole {
             return Err(handle.malformed(IfaceKind::ROCR, "length"));
         }
-        let handle = IpcMemory { handle: body.handle };
+        let memory = IpcMemory { handle: body.handle };
         let f = &self.lookup.runtime.functions;
         let attach = symbol(f.ipc_attach, "hsa_amd_ipc_memory_attach")?;
         symbol(f.ipc_detach, "hsa_amd_ipc_memory_detach")?;
@@ -100,10 +100,15 @@ impl Ipc for IpcExchange {
         // repeats the wrong one. The checksum finds damaged handles. A handle is trusted like the
         // process that made it.
         // SAFETY: `base` is writable, and the list is one agent. The runtime checks the handle.
-        check_attach(unsafe { attach(&handle, len, 1, agents, &mut base) })?;
+        check_attach(unsafe { attach(&memory, len, 1, agents, &mut base) })?;
         let base = Address(base.expose_provenance() as u64);
         let enter = || {
             let range = AddressRange::new(base, body.len)?;
+            let owner = self.lookup.pointer_info(base)?.owner;
+            let other = self.lookup.runtime.device_of(owner);
+            if other.is_some_and(|device| device.agent != entry.agent) {
+                return Err(handle.malformed(IfaceKind::ROCR, "device"));
+            }
             let (kind, device) = (AllocationKind::Imported, Some(entry.description.id));
             let id = self.lookup.table.next_id();
             let allocation =

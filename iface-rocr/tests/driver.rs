@@ -768,6 +768,12 @@ fn altered_ipc_handle_is_refused_or_opens_whole_memory() {
             tried(inner, len, whole);
         }
     }
+    // The runtime's handle names the memory's agent, and the content names the device.
+    for owner in 0..64 {
+        let mut inner = sound;
+        inner[2] = owner;
+        assert_eq!(tried(inner, len, whole), owner == sound[2], "owner {owner} of {}", sound[2]);
+    }
     // The runtime's handle and this library's content agree about a wrong length.
     for longer in [whole + 1, whole * 2, u64::from(u32::MAX)] {
         let mut inner = sound;
