@@ -94,6 +94,8 @@
 //! - NICs that need MMU_NOTIFY or RMA_EVENT are not listed.
 //! - Regions have no memory windows, no refresh and no sub-regions.
 //! - A region of several ranges cannot have a requested key.
+//! - Over `ofi_rxm`, SEND also lets peers read the region, and `shm` does not check keys
+//!   (`docs/fi_mr-deviations.md`).
 
 #![deny(unsafe_code)]
 
