@@ -117,7 +117,7 @@ fn flags() -> impl Strategy<Value = u64> {
     prop_oneof![
         40 => Just(0),
         6 => select(FLAGS.as_slice()),
-        1 => (select(FLAGS.as_slice()), select(FLAGS.as_slice())).prop_map(|(one, other)| one | other),
+        1 => vec(select(FLAGS.as_slice()), 2).prop_map(|two| two[0] | two[1]),
         1 => (0..64_u32).prop_map(|bit| 1 << bit),
     ]
 }
@@ -173,7 +173,8 @@ fn transfer() -> impl Strategy<Value = Transfer> {
 pub(crate) fn programs() -> impl Strategy<Value = Vec<Step>> {
     let slot = 0..SLOTS;
     let step = prop_oneof![
-        12 => (slot.clone(), request()).prop_map(|(slot, request)| Step::Register { slot, request }),
+        12 => (slot.clone(), request())
+            .prop_map(|(slot, request)| Step::Register { slot, request }),
         6 => slot.clone().prop_map(|slot| Step::Close { slot }),
         16 => (slot.clone(), transfer())
             .prop_map(|(slot, transfer)| Step::Transfer { slot, transfer }),
