@@ -134,9 +134,9 @@ impl FabricDomain {
     /// A program that opened the domain with another model than `FI_THREAD_SAFE` holds the guard
     /// around each of its own calls of the domain and its objects, unless no other thread registers
     /// or closes regions. The cache of a domain has a thread that closes regions. With
-    /// `FI_THREAD_SAFE` the guard does nothing.
+    /// `FI_THREAD_SAFE`, and in a domain that this provider opened, the guard does nothing.
     pub fn lock(&self) -> DomainGuard<'_> {
-        self.open.lock()
+        self.open.lock_for_program()
     }
 
     /// Returns the raw key of a registration.

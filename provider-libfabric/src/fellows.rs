@@ -1,12 +1,14 @@
 //! The endpoints of this process.
 
+#![allow(unsafe_code, reason = "frees slots that libfabric has used")]
+
 use std::{mem, sync::Arc};
 
 use hmem_core::{ProcessMark, Result, random::random_u64};
 use parking_lot::Mutex;
 use rustc_hash::FxHashSet;
 
-use super::{objects::Objects, open::OpenDomain};
+use super::{objects::Objects, open::OpenDomain, part::Slot};
 
 /// The endpoints of this process.
 ///
@@ -23,9 +25,18 @@ pub(super) struct Fellows {
 struct State {
     /// The numbers of the open endpoints.
     open: FxHashSet<u64>,
-    /// The objects of closed endpoints, with their domains.
-    closed: Vec<(Objects, Arc<OpenDomain>)>,
+    closed: Vec<Closed>,
 }
+
+/// The objects of a closed endpoint, with the slots that they use, and their domain.
+struct Closed {
+    objects: Objects,
+    slots: Vec<*mut Slot>,
+    open: Arc<OpenDomain>,
+}
+
+// SAFETY: the slots belong to no thread, and are only freed.
+unsafe impl Send for Closed {}
 
 impl Fellows {
     /// Returns the value of this process.
@@ -58,19 +69,31 @@ impl Fellows {
     }
 
     /// Removes an endpoint whose objects are closed with those of the last endpoint.
-    pub(super) fn bury(&self, number: u64, objects: Objects, open: &Arc<OpenDomain>) {
+    pub(super) fn bury(
+        &self,
+        number: u64,
+        objects: Objects,
+        slots: Vec<*mut Slot>,
+        open: &Arc<OpenDomain>,
+    ) {
         let closed = {
             let mut state = self.state.lock();
             state.open.remove(&number);
-            state.closed.push((objects, Arc::clone(open)));
+            state.closed.push(Closed { objects, slots, open: Arc::clone(open) });
             if !state.open.is_empty() {
                 return;
             }
             mem::take(&mut state.closed)
         };
-        for (mut objects, open) in closed {
+        for Closed { mut objects, slots, open } in closed {
             if let Err(error) = objects.close(&open) {
                 tracing::error!(error = %error.full(), "an endpoint stays open");
+                continue;
+            }
+            for slot in slots {
+                // SAFETY: `Box::into_raw` returned the pointer, its table gave it away, and
+                // libfabric closed the endpoint that used it.
+                drop(unsafe { Box::from_raw(slot) });
             }
         }
     }

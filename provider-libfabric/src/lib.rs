@@ -80,7 +80,7 @@
 //! - `fellows`: the endpoints of the process
 //! - `listing`: the NICs that libfabric lists
 //! - `hub`
-//! - `endpoint_state`
+//! - `endpoint_state`, `request_plan`: the state of an endpoint; checks of requests
 //! - `engine`: requests in flight
 //! - `transport`: handles of endpoints and queues
 //! - `domain`
@@ -118,6 +118,7 @@ mod plan;
 mod provider;
 mod queue;
 mod region;
+mod request_plan;
 mod settings;
 pub mod sys;
 mod transport;

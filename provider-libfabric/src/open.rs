@@ -75,6 +75,12 @@ impl OpenDomain {
         DomainGuard { _guard: self.attr.serial.then(|| self.lock.lock()) }
     }
 
+    /// Takes the lock like [`Self::lock`] for the program that opened the domain. In a domain of
+    /// this provider the program has no calls, and its endpoints have a lock that comes first.
+    pub(super) fn lock_for_program(&self) -> DomainGuard<'_> {
+        if self.own { DomainGuard { _guard: None } } else { self.lock() }
+    }
+
     pub(super) fn name(&self) -> String {
         self.attr.provider_attr.nic.to_string()
     }

@@ -55,7 +55,8 @@ pub(super) struct AtomicPart {
 /// A part of a request.
 #[derive(Debug)]
 pub(super) struct Part {
-    /// The number of the request in the engine.
+    /// The numbers of the endpoint and of the request in the engine.
+    pub(super) endpoint: u64,
     pub(super) request: u64,
     /// The peer's index in the address vector. Receives ignore it.
     pub(super) peer: fi_addr_t,

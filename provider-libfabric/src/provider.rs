@@ -140,10 +140,10 @@ impl Builder {
     ///
     /// # Safety
     /// - No other thread reads or writes the environment of the process during the call.
-    /// - No peer uses a region when it is closed, or when its last lease ends: no transfer of a
-    ///   peer is in flight. libfabric's software providers (`tcp`, `shm`, `udp`, and others in
-    ///   part) finish a transfer that has begun, after the region was closed. NICs that end the
-    ///   transfers in hardware need no such promise.
+    /// - No transfer uses a region when it is closed, when its last lease ends, or when the
+    ///   endpoint of the transfer is closed. libfabric's software providers (`tcp`, `shm`, `udp`,
+    ///   and others in part) finish a peer's transfer that has begun, after the region was closed.
+    ///   NICs that end the transfers in hardware need no such promise.
     ///
     /// # Examples
     /// ```no_run

@@ -1,0 +1,200 @@
+//! Calls of libfabric for the engine: posts of waiting parts, reads of completion queues, cancels.
+
+#![allow(unsafe_code, reason = "calls libfabric's queues and endpoints, and reads their slots")]
+
+use std::{
+    ffi::{c_int, c_void},
+    mem, ptr,
+    time::{Duration, Instant},
+};
+
+use smallvec::SmallVec;
+
+use super::{
+    super::{
+        endpoint_state::EndpointState,
+        hub::Hub,
+        part::Slot,
+        sys::{self, fi_cq_err_entry, fi_cq_tagged_entry},
+    },
+    Engine,
+};
+
+/// Number of completions that one call reads.
+const BATCH: usize = 16;
+
+/// Limit for a connection to a peer.
+const CONNECT: Duration = Duration::from_secs(10);
+
+// SAFETY: libfabric's objects belong to no thread, and the owner of the value serialises the calls.
+unsafe impl Send for Engine {}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // libfabric may still use the slots of an endpoint that it did not close.
+        if self.endpoints.is_empty() {
+            for slot in self.slots.drain(..) {
+                // SAFETY: `Box::into_raw` returned the pointer. All endpoints are closed, so
+                // libfabric uses no slot.
+                drop(unsafe { Box::from_raw(slot) });
+            }
+        }
+    }
+}
+
+impl Engine {
+    /// Posts the waiting parts of an endpoint that libfabric takes now. A part that libfabric does
+    /// not take holds up the later parts to the same peer, so that their order is kept.
+    pub(super) fn flush(&mut self, hub: &Hub, id: u64) {
+        let Some(endpoint) = self.endpoints.get_mut(&id) else { return };
+        let EndpointState { objects, peers, waiting, .. } = endpoint;
+        let mut blocked: SmallVec<[Option<usize>; 4]> = SmallVec::new();
+        let mut failed: SmallVec<[(usize, c_int); 1]> = SmallVec::new();
+        let (parts, slots, requests) = (&mut self.parts, &self.slots, &self.requests);
+        waiting.retain(|index| {
+            let Some(part) = &mut parts[*index] else { return false };
+            let Some(request) = requests.get(&part.request) else { return false };
+            if blocked.contains(&request.peer) {
+                return true;
+            }
+            let returned = {
+                let _guard = hub.open.lock();
+                // SAFETY: the endpoint is open while it is in the table. Slots live as long as the
+                // engine. The caller of `post` promised local memory that is valid, or it is that
+                // of a region, which the count of uses keeps open.
+                unsafe { part.post(objects.endpoint, slots[*index]) }
+            };
+            let mut peer = request.peer.map(|peer| &mut peers[peer]);
+            match returned as c_int {
+                0 => {
+                    part.posted = true;
+                    if let Some(peer) = &mut peer {
+                        (peer.posted, peer.blocked) = (peer.posted + 1, None);
+                    }
+                    false
+                }
+                again if again == -sys::FI_EAGAIN => {
+                    let silent = peer.is_some_and(|peer| {
+                        let since = *peer.blocked.get_or_insert_with(Instant::now);
+                        let silent = peer.posted == 0 && since.elapsed() > CONNECT;
+                        if silent {
+                            peer.blocked = None;
+                        }
+                        silent
+                    });
+                    if silent {
+                        failed.push((*index, -sys::FI_ETIMEDOUT));
+                        return false;
+                    }
+                    blocked.push(request.peer);
+                    true
+                }
+                error => {
+                    failed.push((*index, error));
+                    false
+                }
+            }
+        });
+        for (index, error) in failed {
+            self.part_failed(hub, index, error, 0);
+        }
+    }
+
+    /// Reads libfabric's completion queue of an endpoint until it is empty.
+    pub(super) fn poll(&mut self, hub: &Hub, id: u64) {
+        const EMPTY: fi_cq_tagged_entry = fi_cq_tagged_entry {
+            op_context: ptr::null_mut(),
+            flags: 0,
+            len: 0,
+            buf: ptr::null_mut(),
+            data: 0,
+            tag: 0,
+        };
+        let Some(endpoint) = self.endpoints.get(&id) else { return };
+        let queue = endpoint.objects.queue;
+        // A full batch may be followed by more. The limit keeps a fast peer from holding the lock.
+        for _ in 0..BATCH {
+            let mut entries = [EMPTY; BATCH];
+            let count = {
+                let _guard = hub.open.lock();
+                // SAFETY: the queue is open while its endpoint is in the table, and has entries of
+                // this format.
+                unsafe {
+                    let read = (*(*queue).ops).read;
+                    read.map_or(0, |read| read(queue, entries.as_mut_ptr().cast(), BATCH))
+                }
+            };
+            match count {
+                1.. => {
+                    for entry in entries.iter().take(count as usize) {
+                        self.completed(hub, id, entry);
+                    }
+                }
+                failed if failed == -(sys::FI_EAVAIL as isize) => self.read_error(hub, id),
+                _ => break,
+            }
+        }
+    }
+
+    /// Reads an error entry of the completion queue.
+    fn read_error(&mut self, hub: &Hub, id: u64) {
+        /// An error entry with room for the fields of later API versions.
+        #[repr(C)]
+        struct ErrorEntry {
+            entry: fi_cq_err_entry,
+            later: [u64; 16],
+        }
+        let Some(endpoint) = self.endpoints.get(&id) else { return };
+        let queue = endpoint.objects.queue;
+        // SAFETY: integers and pointers may be zero.
+        let mut read: ErrorEntry = unsafe { mem::zeroed() };
+        let count = {
+            let _guard = hub.open.lock();
+            // SAFETY: the queue is open, and the buffer has room for an entry of any version.
+            unsafe {
+                let readerr = (*(*queue).ops).readerr;
+                readerr.map_or(0, |readerr| readerr(queue, (&raw mut read).cast(), 0))
+            }
+        };
+        let fi_cq_err_entry { op_context, err, prov_errno, .. } = read.entry;
+        if count == 1
+            && let Some(index) = self.slot_of(op_context)
+        {
+            // Some providers negate the number.
+            self.part_failed(hub, index, -err.saturating_abs(), prov_errno);
+        }
+    }
+
+    /// Returns the index of the slot at an address that libfabric returned. Some entries have none.
+    pub(super) fn slot_of(&self, context: *mut c_void) -> Option<usize> {
+        let slot: *const Slot = context.cast_const().cast();
+        // SAFETY: libfabric returns the address of a slot that this engine posted, or null. Slots
+        // live as long as the engine.
+        let index = unsafe { slot.as_ref() }?.index;
+        self.parts.get(index)?.is_some().then_some(index)
+    }
+
+    /// Cancels a posted part. Returns false if libfabric has no such part any more.
+    pub(super) fn cancel(&mut self, hub: &Hub, id: u64, index: usize) -> bool {
+        let Some(endpoint) = self.endpoints.get(&id) else { return false };
+        let object = endpoint.objects.endpoint;
+        let slot = self.slots[index];
+        let _guard = hub.open.lock();
+        // SAFETY: the endpoint is open while it is in the table. The call only compares the address
+        // of the slot.
+        unsafe {
+            let cancel = (*(*object).ops).cancel;
+            cancel.is_some_and(|cancel| cancel(object.cast(), slot.cast()) == 0)
+        }
+    }
+
+    /// Takes the slots that libfabric uses for an endpoint, and puts new ones in their place.
+    pub(super) fn bury_slots(&mut self, id: u64) -> Vec<*mut Slot> {
+        let used = self.parts.iter().enumerate().filter_map(|(index, part)| {
+            part.as_ref().is_some_and(|part| part.endpoint == id && part.posted).then_some(index)
+        });
+        let new = |index| Box::into_raw(Slot::new(index));
+        let slots = &mut self.slots;
+        used.map(|index| mem::replace(&mut slots[index], new(index))).collect()
+    }
+}

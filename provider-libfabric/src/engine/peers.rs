@@ -1,0 +1,200 @@
+//! Peers that end: the questions if a peer lives, and the look at the processes of this machine.
+
+use std::{
+    mem, ptr,
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use hmem_core::{Error, ErrorKind, transfer::CompletionKind};
+use smallvec::SmallVec;
+
+use super::{
+    super::{
+        errors,
+        hub::Hub,
+        part::{Part, PartOp},
+        plan::{Local, Vectors},
+        sys,
+    },
+    Engine, Request,
+};
+
+/// Limit for the answer of a peer that is asked if it lives.
+const ANSWER: Duration = Duration::from_secs(5);
+
+/// Time for a provider to end a connection after a refusal, before the peer counts as lost.
+const AGAIN: Duration = Duration::from_secs(1);
+
+/// Time between two looks for lost peers.
+const LOOK: Duration = Duration::from_millis(10);
+
+impl Engine {
+    /// Asks if a peer lives, by a read of the region in its name. Returns false if the name has
+    /// none.
+    pub(super) fn ask(&mut self, hub: &Hub, id: u64, peer: usize) -> bool {
+        self.ask_since(hub, id, peer, Instant::now())
+    }
+
+    /// Like [`Self::ask`], for a question that was first asked at `since`.
+    fn ask_since(&mut self, hub: &Hub, id: u64, peer: usize, since: Instant) -> bool {
+        let Some((memory, own)) = &hub.alive else { return false };
+        let Some(endpoint) = self.endpoints.get_mut(&id) else { return false };
+        let target = &mut endpoint.peers[peer];
+        let Some(alive) = target.alive else { return false };
+        if mem::replace(&mut target.asked, true) {
+            return true;
+        }
+        self.questions += 1;
+        let (word, address) = memory.answer(self.questions);
+        word.store(!alive.number, Ordering::Relaxed);
+        let desc = if hub.needs_desc() { own.desc } else { ptr::null_mut() };
+        let local = Local { address, len: 8, desc };
+        let remote = sys::fi_rma_iov { addr: alive.address, len: 8, key: alive.key };
+        let address = target.address;
+        let number = self.insert(Request {
+            endpoint: id,
+            context: 0,
+            kind: CompletionKind::Read,
+            bytes: 8,
+            left: 1,
+            error: None,
+            tokens: SmallVec::new(),
+            peer: Some(peer),
+            tag: None,
+            data: None,
+            written: None,
+            arriving: false,
+            suspicious: false,
+            question: Some((self.questions, since)),
+        });
+        let (op, local) = (PartOp::Read { remote }, Vectors::one(local));
+        self.wait(
+            id,
+            Part {
+                request: number,
+                peer: address,
+                op,
+                local,
+                inject: false,
+                posted: false,
+                endpoint: id,
+            },
+        );
+        true
+    }
+
+    /// Ends the requests that waited for a peer's answer.
+    pub(super) fn answered(&mut self, hub: &Hub, number: u64) {
+        let Some(request) = self.requests.remove(&number) else { return };
+        let (Some(peer), Some((question, asked))) = (request.peer, request.question) else {
+            return;
+        };
+        let Some(endpoint) = self.endpoints.get_mut(&request.endpoint) else { return };
+        let peer = &mut endpoint.peers[peer];
+        let expected = peer.alive.map(|alive| alive.number);
+        let lives = request.error.is_none()
+            && hub.alive.as_ref().is_some_and(|(memory, _)| {
+                Some(memory.answer(question).0.load(Ordering::Relaxed)) == expected
+            });
+        peer.asked = false;
+        let (index, held) = (request.peer, mem::take(&mut peer.held));
+        if !lives && asked.elapsed() < AGAIN {
+            // The provider may still be ending the old connection.
+            if let Some(index) = index
+                && self.ask_since(hub, request.endpoint, index, asked)
+                && let Some(endpoint) = self.endpoints.get_mut(&request.endpoint)
+            {
+                endpoint.peers[index].held = held;
+                return;
+            }
+        }
+        self.end_held(hub, held, lives);
+    }
+
+    fn end_held(&mut self, hub: &Hub, held: Vec<u64>, lives: bool) {
+        for number in held {
+            let Some(request) = self.requests.get_mut(&number) else { continue };
+            if let Some(error) = request.error.take() {
+                request.error = Some(if lives {
+                    let why = "use a valid key, a range inside the region and a right that it \
+                               grants: the peer lives and refused this access, or another one that \
+                               was in flight with it";
+                    Error::new(ErrorKind::AccessDenied, "transfer")
+                        .provider(hub.attr().nic.to_string())
+                        .caused_by(error)
+                        .remedy(why)
+                } else {
+                    unreachable_peer(hub, error)
+                });
+            }
+            self.finish_as_is(number);
+        }
+    }
+
+    /// Ends the requests whose peer has not answered in time.
+    pub(super) fn end_old_questions(&mut self, hub: &Hub) {
+        let mut silent: SmallVec<[(u64, usize); 1]> = SmallVec::new();
+        for request in self.requests.values() {
+            if let (Some((_, asked)), Some(peer)) = (request.question, request.peer)
+                && asked.elapsed() > ANSWER
+            {
+                silent.push((request.endpoint, peer));
+            }
+        }
+        for (id, peer) in silent {
+            let Some(endpoint) = self.endpoints.get_mut(&id) else { continue };
+            let held = mem::take(&mut endpoint.peers[peer].held);
+            self.end_held(hub, held, false);
+        }
+    }
+
+    /// Ends the requests to peers of this machine that are closed or dead.
+    pub(super) fn end_lost_peers(&mut self, hub: &Hub) {
+        if self.requests.is_empty() || self.looked.is_some_and(|at| at.elapsed() < LOOK) {
+            return;
+        }
+        self.looked = Some(Instant::now());
+        let gone = |request: &Request| {
+            let endpoint = self.endpoints.get(&request.endpoint)?;
+            endpoint.peers[request.peer?].is_gone(hub).then_some(())
+        };
+        let lost = self.requests.iter().filter(|(_, request)| gone(request).is_some());
+        let mut lost: Vec<_> = lost.map(|(number, _)| *number).collect();
+        lost.sort_unstable();
+        for number in lost {
+            let Some(request) = self.requests.get(&number) else { continue };
+            let (id, kind, left) = (request.endpoint, request.kind, request.left);
+            let own = request.question.is_none();
+            let peer = request.peer;
+            let Some(endpoint) = self.endpoints.get_mut(&id) else { continue };
+            if let Some(peer) = peer {
+                endpoint.peers[peer].remove_files();
+            }
+            // The slots of parts in flight stay in use until the endpoint closes.
+            let (parts, free) = (&mut self.parts, &mut self.free);
+            endpoint.waiting.retain(|index| {
+                let of_other = parts[*index].as_ref().is_some_and(|part| part.request != number);
+                if !of_other {
+                    parts[*index] = None;
+                    free.push(*index);
+                }
+                of_other
+            });
+            if own {
+                endpoint.side(kind).in_flight -= left;
+                let cause = errors::call(&hub.attr().nic, "transfer", -sys::FI_ECONNRESET);
+                self.finish(number, Err(unreachable_peer(hub, cause)));
+            } else {
+                self.requests.remove(&number);
+            }
+        }
+    }
+}
+
+pub(super) fn unreachable_peer(hub: &Hub, cause: Error) -> Error {
+    Error::new(ErrorKind::Unreachable, "transfer")
+        .provider(hub.attr().nic.to_string())
+        .caused_by(cause)
+        .remedy("check that the peer's process runs: the connection to its endpoint was lost")
+}

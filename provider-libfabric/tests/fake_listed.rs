@@ -1,0 +1,521 @@
+//! A NIC of a fake libfabric that needs LOCAL, ENDPOINT, PROV_KEY, VIRT_ADDR and ALLOCATED, which
+//! no provider needs on a machine without such hardware.
+
+use std::{
+    collections::VecDeque,
+    ffi::{c_char, c_int, c_void},
+    mem, ptr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use hmem_core::{
+    Access, Domain, DomainAttr, Endpoint, ErrorKind, MemoryRegion, MrMode, RegionState, Registry,
+    provider::{CompletionQueue, EndpointAttr, Provider},
+    transfer::{Completion, CompletionKind, LocalSegment, Operation, PeerId, WorkRequest},
+};
+use hmem_iface_system::System;
+use hmem_p2p::path::DefaultPathSelector;
+use hmem_provider_libfabric::{Libfabric, sys};
+
+const MODE: MrMode = MrMode::LOCAL
+    .union(MrMode::ENDPOINT)
+    .union(MrMode::PROV_KEY)
+    .union(MrMode::VIRT_ADDR)
+    .union(MrMode::ALLOCATED);
+
+/// A write that the fake has taken.
+#[derive(Clone, Copy, Debug)]
+struct Posted {
+    context: usize,
+    len: usize,
+    desc: usize,
+    key: u64,
+}
+
+/// The state of the fake library.
+#[derive(Debug)]
+struct State {
+    /// Pairs of a bound region and its endpoint.
+    bound: Vec<(usize, usize)>,
+    enabled: Vec<usize>,
+    regions: usize,
+    posted: Vec<Posted>,
+    /// Results of the next posts. Posts without an entry succeed.
+    results: VecDeque<isize>,
+    /// Entries of the completion queue: a context, and an error number or 0.
+    entries: VecDeque<(usize, c_int)>,
+    next_key: u64,
+    open: usize,
+}
+
+static STATE: Mutex<State> = Mutex::new(State {
+    bound: Vec::new(),
+    enabled: Vec::new(),
+    regions: 0,
+    posted: Vec::new(),
+    results: VecDeque::new(),
+    entries: VecDeque::new(),
+    next_key: 1000,
+    open: 0,
+});
+
+fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits until no other test runs: the fake has one state.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns a value that is never freed. The fake has few of them.
+fn leak<T>(value: T) -> *mut T {
+    Box::into_raw(Box::new(value))
+}
+
+fn zeroed<T>() -> T {
+    // SAFETY: the structures of libfabric are plain data, for which zeros are valid.
+    unsafe { mem::zeroed() }
+}
+
+unsafe extern "C" fn close(object: *mut sys::fid) -> c_int {
+    // SAFETY: the provider passes an open object of the fake.
+    let class = unsafe { (*object).fclass };
+    let mut state = state();
+    state.open -= 1;
+    state.regions -= usize::from(class == REGION);
+    0
+}
+
+unsafe extern "C" fn bind(object: *mut sys::fid, other: *mut sys::fid, _: u64) -> c_int {
+    // SAFETY: the provider passes an open object of the fake.
+    if unsafe { (*object).fclass } == REGION {
+        state().bound.push((object.addr(), other.addr()));
+    }
+    0
+}
+
+unsafe extern "C" fn control(object: *mut sys::fid, command: c_int, _: *mut c_void) -> c_int {
+    assert_eq!(command, sys::FI_ENABLE);
+    // SAFETY: the provider passes an open object of the fake.
+    if unsafe { (*object).fclass } == REGION {
+        state().enabled.push(object.addr());
+    }
+    0
+}
+
+/// The classes of the objects, which the provider does not read.
+const REGION: usize = 12;
+const OTHER: usize = 99;
+
+fn object(class: usize) -> sys::fid {
+    state().open += 1;
+    let ops = sys::fi_ops { size: 0, close: Some(close), bind: Some(bind), control: Some(control) };
+    sys::fid { fclass: class, context: ptr::null_mut(), ops: leak(ops) }
+}
+
+unsafe extern "C" fn regattr(
+    _: *mut sys::fid,
+    attr: *const sys::fi_mr_attr,
+    _: u64,
+    out: *mut *mut sys::fid_mr,
+) -> c_int {
+    // SAFETY: the provider passes valid attributes.
+    assert_eq!(unsafe { (*attr).requested_key }, 0, "the NIC chooses the key");
+    let key = {
+        let mut state = state();
+        (state.next_key, state.regions) = (state.next_key + 1, state.regions + 1);
+        state.next_key
+    };
+    let mem_desc = ptr::without_provenance_mut(key as usize * 2);
+    // SAFETY: the provider passes room for the pointer.
+    unsafe { out.write(leak(sys::fid_mr { fid: object(REGION), mem_desc, key })) };
+    0
+}
+
+unsafe extern "C" fn getname(_: *mut sys::fid, name: *mut c_void, len: *mut usize) -> c_int {
+    // SAFETY: the provider passes a buffer of `len` bytes, which is longer than four.
+    unsafe {
+        name.cast::<u8>().copy_from(b"fake".as_ptr(), 4);
+        *len = 4;
+    }
+    0
+}
+
+unsafe extern "C" fn insert(
+    _: *mut sys::fid_av,
+    address: *const c_void,
+    count: usize,
+    index: *mut sys::fi_addr_t,
+    _: u64,
+    _: *mut c_void,
+) -> c_int {
+    assert_eq!(count, 1);
+    // SAFETY: the provider passes an address of at least four bytes and room for an index.
+    unsafe {
+        assert_eq!(std::slice::from_raw_parts(address.cast::<u8>(), 4), b"fake");
+        index.write(5);
+    }
+    1
+}
+
+unsafe extern "C" fn writemsg(
+    _: *mut sys::fid_ep,
+    message: *const sys::fi_msg_rma,
+    flags: u64,
+) -> isize {
+    assert_ne!(flags & sys::FI_DELIVERY_COMPLETE, 0);
+    let mut state = state();
+    match state.results.pop_front() {
+        None | Some(0) => {}
+        Some(refusal) => return refusal,
+    }
+    // SAFETY: the provider passes a message with its lists, and a context of 64 bytes that this
+    // library may write.
+    let posted = unsafe {
+        let message = &*message;
+        message.context.cast::<u64>().write_bytes(0xAA, 8);
+        Posted {
+            context: message.context.addr(),
+            len: (*message.rma_iov).len,
+            desc: (*message.desc).addr(),
+            key: (*message.rma_iov).key,
+        }
+    };
+    state.posted.push(posted);
+    0
+}
+
+unsafe extern "C" fn read(_: *mut sys::fid_cq, entries: *mut c_void, count: usize) -> isize {
+    assert!(count > 0);
+    let mut state = state();
+    match state.entries.front() {
+        None => -(sys::FI_EAGAIN as isize),
+        Some((_, error)) if *error != 0 => -(sys::FI_EAVAIL as isize),
+        Some((context, _)) => {
+            let entry = sys::fi_cq_tagged_entry {
+                op_context: ptr::with_exposed_provenance_mut(*context),
+                ..zeroed()
+            };
+            // SAFETY: the provider passes room for entries of this format.
+            unsafe { entries.cast::<sys::fi_cq_tagged_entry>().write(entry) };
+            state.entries.pop_front();
+            1
+        }
+    }
+}
+
+unsafe extern "C" fn readerr(
+    _: *mut sys::fid_cq,
+    entry: *mut sys::fi_cq_err_entry,
+    _: u64,
+) -> isize {
+    let (context, err) = state().entries.pop_front().expect("an error");
+    let op_context = ptr::with_exposed_provenance_mut(context);
+    // SAFETY: the provider passes room for an entry.
+    unsafe { entry.write(sys::fi_cq_err_entry { op_context, err, prov_errno: 77, ..zeroed() }) };
+    1
+}
+
+unsafe extern "C" fn open_av(
+    _: *mut sys::fid_domain,
+    _: *mut sys::fi_av_attr,
+    out: *mut *mut sys::fid_av,
+    _: *mut c_void,
+) -> c_int {
+    let ops = sys::fi_ops_av { size: 0, insert: Some(insert) };
+    // SAFETY: the provider passes room for the pointer.
+    unsafe { out.write(leak(sys::fid_av { fid: object(OTHER), ops: leak(ops) })) };
+    0
+}
+
+unsafe extern "C" fn open_cq(
+    _: *mut sys::fid_domain,
+    attr: *mut sys::fi_cq_attr,
+    out: *mut *mut sys::fid_cq,
+    _: *mut c_void,
+) -> c_int {
+    // SAFETY: the provider passes attributes.
+    assert_eq!(unsafe { (*attr).format }, sys::FI_CQ_FORMAT_TAGGED);
+    let ops =
+        sys::fi_ops_cq { size: 0, read: Some(read), readfrom: ptr::null(), readerr: Some(readerr) };
+    // SAFETY: the provider passes room for the pointer.
+    unsafe { out.write(leak(sys::fid_cq { fid: object(OTHER), ops: leak(ops) })) };
+    0
+}
+
+unsafe extern "C" fn open_ep(
+    _: *mut sys::fid_domain,
+    _: *mut sys::fi_info,
+    out: *mut *mut sys::fid_ep,
+    _: *mut c_void,
+) -> c_int {
+    let cm = sys::fi_ops_cm { size: 0, setname: ptr::null(), getname: Some(getname) };
+    let rma = sys::fi_ops_rma { writemsg: Some(writemsg), ..zeroed() };
+    let (cm, rma) = (leak(cm), leak(rma));
+    let endpoint = sys::fid_ep { fid: object(sys::FI_CLASS_EP), cm, rma, ..zeroed_ep() };
+    // SAFETY: the provider passes room for the pointer.
+    unsafe { out.write(leak(endpoint)) };
+    0
+}
+
+fn zeroed_ep() -> sys::fid_ep {
+    zeroed()
+}
+
+unsafe extern "C" fn open_domain(
+    _: *mut sys::fid_fabric,
+    _: *mut sys::fi_info,
+    out: *mut *mut sys::fid_domain,
+    _: *mut c_void,
+) -> c_int {
+    let ops = sys::fi_ops_domain {
+        size: 0,
+        av_open: Some(open_av),
+        cq_open: Some(open_cq),
+        endpoint: Some(open_ep),
+    };
+    let none = ptr::null();
+    let mr = sys::fi_ops_mr { size: 0, reg: none, regv: none, regattr: Some(regattr) };
+    let fid = object(sys::FI_CLASS_DOMAIN);
+    // SAFETY: the provider passes room for the pointer.
+    unsafe { out.write(leak(sys::fid_domain { fid, ops: leak(ops), mr: leak(mr) })) };
+    0
+}
+
+unsafe extern "C" fn fabric(
+    _: *mut sys::fi_fabric_attr,
+    out: *mut *mut sys::fid_fabric,
+    _: *mut c_void,
+) -> c_int {
+    let ops = leak(sys::fi_ops_fabric { size: 0, domain: Some(open_domain) });
+    // SAFETY: the provider passes room for the pointer.
+    unsafe { out.write(leak(sys::fid_fabric { fid: object(OTHER), ops, api_version: 0 })) };
+    0
+}
+
+extern "C" fn version() -> u32 {
+    sys::version(2, 1)
+}
+
+extern "C" fn strerror(_: c_int) -> *const c_char {
+    c"fake".as_ptr()
+}
+
+/// Returns an `fi_info` with its structs.
+unsafe extern "C" fn dupinfo(_: *const sys::fi_info) -> *mut sys::fi_info {
+    let mut info: sys::fi_info = zeroed();
+    info.tx_attr = leak(sys::fi_tx_attr { size: 64, iov_limit: 2, ..zeroed() });
+    info.rx_attr = leak(sys::fi_rx_attr { size: 64, iov_limit: 2, ..zeroed() });
+    info.ep_attr = leak(sys::fi_ep_attr { max_msg_size: 1 << 20, ..zeroed() });
+    info.domain_attr = leak(zeroed());
+    info.fabric_attr = leak(zeroed());
+    leak(info)
+}
+
+/// The infos of the fake are never freed.
+unsafe extern "C" fn freeinfo(_: *mut sys::fi_info) {}
+
+/// Lists the NIC if its mode bits are offered.
+unsafe extern "C" fn getinfo(
+    _: u32,
+    _: *const c_char,
+    _: *const c_char,
+    _: u64,
+    hints: *const sys::fi_info,
+    out: *mut *mut sys::fi_info,
+) -> c_int {
+    // SAFETY: the provider passes hints of `dupinfo`, and room for the list.
+    unsafe {
+        let mode = MODE.bits() as c_int;
+        let offered = (*(*hints).domain_attr).mr_mode;
+        let caps = sys::FI_MSG | sys::FI_TAGGED | sys::FI_RMA;
+        if offered & mode != mode || (*hints).caps != caps {
+            return -sys::FI_ENODATA;
+        }
+        assert_eq!((*hints).mode, sys::FI_CONTEXT | sys::FI_CONTEXT2);
+        let info = dupinfo(ptr::null());
+        (*info).caps = caps;
+        let domain = &mut *(*info).domain_attr;
+        (domain.mr_mode, domain.mr_key_size, domain.threading) = (mode, 8, sys::FI_THREAD_DOMAIN);
+        domain.name = c"fake0".as_ptr().cast_mut();
+        (*(*info).fabric_attr).prov_name = c"fake".as_ptr().cast_mut();
+        out.write(info);
+    }
+    0
+}
+
+fn provider() -> Libfabric {
+    // SAFETY: the functions have the signatures of their names.
+    let functions = unsafe {
+        sys::Functions::from_lookup(|name| {
+            Some(match name {
+                "fi_version" => version as *const (),
+                "fi_getinfo" => getinfo as *const (),
+                "fi_dupinfo" => dupinfo as *const (),
+                "fi_freeinfo" => freeinfo as *const (),
+                "fi_fabric" => fabric as *const (),
+                "fi_strerror" => strerror as *const (),
+                other => panic!("{other}"),
+            })
+        })
+    };
+    let builder = Libfabric::builder().functions(functions.expect("all functions"));
+    // SAFETY: the caller has its turn, so that no other test uses the environment. The fake moves
+    // no bytes.
+    unsafe { builder.build() }.expect("build")
+}
+
+/// A domain with two endpoints, and a region of each right.
+struct Side {
+    endpoint: Endpoint,
+    queue: Arc<dyn CompletionQueue>,
+    domain: Domain,
+    peer: PeerId,
+}
+
+impl Side {
+    fn open() -> Self {
+        let mut registry = Registry::new();
+        registry.add(Arc::new(System::new())).expect("host memory");
+        let paths = Arc::new(DefaultPathSelector::new());
+        let provider = provider();
+        assert_eq!(provider.nics().expect("list")[0].required_mr_mode, MODE);
+        let refused = DomainAttr { mr_mode: MODE - MrMode::ENDPOINT, ..DomainAttr::default() };
+        let shared = Arc::new(registry);
+        let refused = Domain::open(&provider, Arc::clone(&shared), paths.clone(), refused);
+        assert_eq!(refused.expect_err("a bit is missing").kind(), ErrorKind::ModeMismatch);
+        let attr = DomainAttr { mr_mode: MODE, ..DomainAttr::default() };
+        let domain = Domain::open(&provider, shared, paths, attr).expect("open");
+        let queue = domain.open_cq(64).expect("open a queue");
+        let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("open");
+        let peer = endpoint.resolve(&endpoint.name()).expect("resolve");
+        Self { endpoint, queue, domain, peer }
+    }
+
+    fn read(&self) -> Vec<Completion> {
+        let mut done = Vec::new();
+        self.queue.read(&mut done, 64).expect("read");
+        done
+    }
+
+    fn usable(&self, region: &MemoryRegion) {
+        region.bind_endpoint(&self.endpoint).expect("bind");
+        region.enable().expect("enable");
+    }
+}
+
+/// FAB-03
+#[test]
+fn regions_are_bound_and_enabled_by_the_application_in_endpoint_mode() {
+    let _turn = turn();
+    let before = state().open;
+    let side = Side::open();
+    let region = side.domain.register(vec![0_u8; 64], Access::REMOTE_READ).expect("register");
+    assert_eq!(region.state(), RegionState::Disabled);
+    assert_eq!(region.enable().expect_err("not bound").kind(), ErrorKind::BadState);
+    side.usable(&region);
+    let (mr, endpoint) = *state().bound.last().expect("bound");
+    assert_eq!(state().enabled.last(), Some(&mr));
+    assert_ne!(mr, endpoint);
+    let number = region.key().expect("a key").as_u64().expect("one number");
+    assert_eq!(number, state().next_key, "the key that the NIC chose");
+    region.close().expect("close");
+    assert_eq!(state().regions, 0);
+    drop(side);
+    assert_eq!(state().open, before, "objects stay open");
+}
+
+/// FAB-03: LOCAL
+#[test]
+fn requests_carry_descriptors_and_storage_of_their_own() {
+    let _turn = turn();
+    let side = Side::open();
+    let access = Access::WRITE | Access::REMOTE_WRITE;
+    let region = side.domain.register(vec![1_u8; 64], access).expect("register");
+    side.usable(&region);
+    let (key, from) = (region.key().expect("a key"), region.slice(0, 64).expect("inside"));
+    let to = [key.slice(0, 64).expect("inside")];
+    let bare = LocalSegment { address: region.range().start(), len: 64, desc: None };
+    let request = WorkRequest {
+        operation: Operation::Write { remote: &to },
+        local: &[bare],
+        peer: side.peer,
+        context: 1,
+    };
+    // SAFETY: the region's memory outlives the call, which is refused.
+    let refused = unsafe { side.endpoint.post(&request) }.expect_err("no descriptor");
+    assert_eq!(refused.kind(), ErrorKind::NoRegion, "{refused}");
+    let read = side.endpoint.read(&[from], &to, side.peer, 1).expect_err("no right to read");
+    assert_eq!(read.kind(), ErrorKind::AccessDenied, "{read}");
+    state().posted.clear();
+    for context in 0..3 {
+        side.endpoint.write(&[from], &to, side.peer, context).expect("post");
+    }
+    let posted = mem::take(&mut state().posted);
+    let number = key.as_u64().expect("one number");
+    for post in &posted {
+        assert_eq!((post.len, post.key, post.desc as u64), (64, number, 2 * number));
+    }
+    let contexts: Vec<_> = posted.iter().map(|post| post.context).collect();
+    assert!(contexts[0].abs_diff(contexts[1]) >= 64 && contexts[1].abs_diff(contexts[2]) >= 64);
+    // Completions in another order, one without a request, and an error with a negated number.
+    state().entries.extend([(contexts[2], 0), (0, 0), (contexts[0], -sys::FI_ETRUNC)]);
+    let mut done = side.read();
+    let failed = done.pop().expect("two completions");
+    assert_eq!((done[0].context, done[0].kind), (2, CompletionKind::Write));
+    assert_eq!(done[0].result.as_ref().ok(), Some(&64));
+    let error = failed.result.expect_err("failed");
+    assert_eq!((failed.context, error.kind()), (0, ErrorKind::Truncated), "{error}");
+    assert_eq!(error.context_value("prov_errno"), Some("77"));
+    // A close of the region waits for the request that uses it, and then says so.
+    let rejected = region.close().expect_err("a request uses the region");
+    assert_eq!(rejected.error.kind(), ErrorKind::Busy, "{}", rejected.error);
+    state().entries.push_back((contexts[1], 0));
+    rejected.value.close().expect("close");
+    assert_eq!(side.read()[0].context, 1);
+}
+
+/// FAB-07
+#[test]
+fn parts_that_the_nic_does_not_take_wait_in_order() {
+    let _turn = turn();
+    let side = Side::open();
+    let access = Access::WRITE | Access::REMOTE_WRITE;
+    let region = side.domain.register(vec![1_u8; 64], access).expect("register");
+    side.usable(&region);
+    let key = region.key().expect("a key");
+    let write = |len, context| {
+        let from = region.slice(0, len).expect("inside");
+        let to = [key.slice(0, len).expect("inside")];
+        side.endpoint.write(&[from], &to, side.peer, context)
+    };
+    let again = -(sys::FI_EAGAIN as isize);
+    state().posted.clear();
+    state().results = [again, again, again, 0, again].into();
+    for len in 1..4 {
+        write(len, len).expect("post");
+    }
+    assert_eq!(state().posted.len(), 0, "nothing was taken yet");
+    assert_eq!(side.read().len(), 0);
+    assert_eq!(side.read().len(), 0);
+    let posted: Vec<_> = state().posted.drain(..).collect();
+    assert_eq!(posted.iter().map(|post| post.len).collect::<Vec<_>>(), [1, 2, 3]);
+    // A post that fails ends its request, and no other one.
+    state().results = [-22].into();
+    write(8, 8).expect("post");
+    let done = side.read();
+    assert_eq!((done.len(), done[0].context), (1, 8));
+    assert_eq!(done[0].result.as_ref().expect_err("refused").kind(), ErrorKind::InvalidArgument);
+    // The close cancels what is in flight.
+    let Side { endpoint, queue, .. } = side;
+    endpoint.close().expect("close");
+    let mut done = Vec::new();
+    queue.read(&mut done, 64).expect("read");
+    assert_eq!(done.iter().map(|done| done.context).collect::<Vec<_>>(), [1, 2, 3]);
+    for done in done {
+        assert_eq!(done.result.expect_err("canceled").kind(), ErrorKind::Canceled);
+    }
+    region.close().expect("close");
+}
