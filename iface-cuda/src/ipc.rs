@@ -72,7 +72,7 @@ impl Ipc for IpcExchange {
         const OPERATION: &str = "ipc_open";
         let body: Body = handle.decode(IfaceKind::CUDA)?;
         let bytes = body.handle.as_flattened();
-        let handle = CuIpcMemHandle { reserved: array::from_fn(|at| bytes[at] as c_char) };
+        let memory = CuIpcMemHandle { reserved: array::from_fn(|at| bytes[at] as c_char) };
         let same_device = |entry: &&DeviceEntry| {
             entry.description.pci_bus_id.as_deref() == Some(body.pci_bus_id.as_str())
         };
@@ -88,12 +88,12 @@ impl Ipc for IpcExchange {
             let flags = sys::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS;
             // SAFETY: `base` is writable; the driver checks the handle.
             let code = unsafe {
-                (self.lookup.driver().functions.ipc_open_mem_handle)(&mut base, handle, flags)
+                (self.lookup.driver().functions.ipc_open_mem_handle)(&mut base, memory, flags)
             };
             check_open(code).map(|()| base)
         };
         let base = primary.with_context_or_undo(open, |base| self.close_handle(base))?;
-        let entered = self.enter(base, body.len, device);
+        let entered = self.enter(base, body.len, device, handle);
         if entered.is_ok() {
             primary.keep();
         } else if let Err(error) = primary.with_context(|| self.close_handle(base)) {
@@ -123,13 +123,22 @@ impl Ipc for IpcExchange {
 }
 
 impl IpcExchange {
-    fn enter(&self, base: u64, len: u64, device: DeviceId) -> Result<Allocation> {
+    fn enter(
+        &self,
+        base: u64,
+        len: u64,
+        device: DeviceId,
+        handle: &IpcHandle,
+    ) -> Result<Allocation> {
         let found = self.lookup.find(Address(base))?.ok_or_else(|| {
             CUDA.error(ErrorKind::Driver, "ipc_open")
                 .context("address", Address(base))
                 .context("why", "the driver does not recognise memory that it has opened")
         })?;
         let range = AddressRange::new(Address(base), len)?;
+        if !found.allocation.range.contains_range(range) {
+            return Err(handle.malformed(IfaceKind::CUDA, "length"));
+        }
         let allocation = Allocation { range, kind: AllocationKind::Imported, ..found.allocation };
         self.lookup.contexts.allocations.insert_open(&allocation, device);
         Ok(allocation)

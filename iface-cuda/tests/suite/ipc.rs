@@ -123,6 +123,28 @@ fn run_child_with_handle(name: &str) {
 
 /// HM-10
 ///
+/// The content of a handle may have a longer length than the driver's memory.
+#[test]
+fn handle_that_is_longer_than_its_memory_is_malformed() {
+    const NAME: &str = "ipc::handle_that_is_longer_than_its_memory_is_malformed";
+    let Some(text) = child::passed() else { return run_child_with_handle(NAME) };
+    over(Profile::default(), |world| {
+        let (inner, len, device): ([[u8; 32]; 2], u64, String) =
+            handle(&text).decode(IfaceKind::CUDA).expect("a handle");
+        for longer in [len + 1, 2 * len, u64::from(u32::MAX)] {
+            let altered = IpcHandle::encode(IfaceKind::CUDA, &(inner, longer, &device));
+            let error = world.cuda.ipc_open(&altered).expect_err("longer than the memory");
+            assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+            assert!(world.active().is_empty(), "HM-05: a refused attempt left a context");
+        }
+        let opened = world.cuda.ipc_open(&handle(&text)).expect("open");
+        // SAFETY: no code uses the memory.
+        unsafe { world.cuda.ipc_close(&opened) }.expect("close");
+    });
+}
+
+/// HM-10
+///
 /// After two opens of one allocation, two threads that close it at the same time both succeed.
 #[test]
 fn two_concurrent_closes_end_two_opens() {

@@ -63,7 +63,8 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
     let file = reopen(process as u32, fd as i32);
     let file = file.map_err(|_| CuResult::CUDA_ERROR_INVALID_HANDLE)?;
     let stat = rustix::fs::fstat(&file).map_err(|_| CuResult::CUDA_ERROR_INVALID_HANDLE)?;
-    if stat.st_ino != inode || stat.st_size as u64 != whole {
+    let inside = offset.checked_add(len).is_some_and(|end| end <= whole);
+    if stat.st_ino != inode || stat.st_size as u64 != whole || !inside {
         return Err(CuResult::CUDA_ERROR_INVALID_HANDLE);
     }
     // `cuda.h`: "If the memory handle has already been opened by the current context, the reference
