@@ -51,6 +51,7 @@ fn remedy(code: ZeResult) -> Option<&'static str> {
             "the device was reset or removed: see the kernel log (dmesg), and start the process \
              again"
         }
+        ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY => "free memory of the host, or ask for less",
         ZeResult::ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY => "free device memory, or ask for less",
         ZeResult::ZE_RESULT_ERROR_UNSUPPORTED_SIZE => {
             "ask for less: one allocation has a limit (maxMemAllocSize) below the device's memory"
