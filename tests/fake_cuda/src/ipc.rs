@@ -35,26 +35,30 @@ pub(crate) fn export(state: &mut State, pointer: u64) -> Result<CuIpcMemHandle, 
         id,
     ];
     let mut reserved = [0 as c_char; CU_IPC_HANDLE_SIZE];
-    for (place, byte) in
-        reserved.iter_mut().zip(body.iter().flat_map(|number| number.to_le_bytes()))
-    {
+    let numbers = body.into_iter().chain([checksum(&body)]);
+    for (place, byte) in reserved.iter_mut().zip(numbers.flat_map(u64::to_le_bytes)) {
         *place = byte as c_char;
     }
     Ok(CuIpcMemHandle { reserved })
 }
 
-fn body(handle: &CuIpcMemHandle) -> Body {
+/// Returns the contents of a handle, or `None` if the handle was altered: the driver knows the
+/// handles that it made.
+fn body(handle: &CuIpcMemHandle) -> Option<Body> {
     let bytes = handle.reserved.map(|byte| byte as u8);
-    let mut numbers = Body::default();
-    for (number, bytes) in numbers.iter_mut().zip(bytes.chunks_exact(8)) {
-        *number = u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
-    }
-    numbers
+    let number = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("8"));
+    let body: Body = std::array::from_fn(number);
+    (number(body.len()) == checksum(&body)).then_some(body)
+}
+
+fn checksum(body: &Body) -> u64 {
+    body.iter().fold(0, |sum: u64, number| (sum ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, CuResult> {
     let context = state.current()?;
-    let [process, fd, inode, whole, offset, len, _] = body(handle);
+    let [process, fd, inode, whole, offset, len, _] =
+        body(handle).ok_or(CuResult::CUDA_ERROR_INVALID_HANDLE)?;
     if process == u64::from(std::process::id()) {
         // Unspecified, so the fake decides: a handle is only for other processes. The code is one
         // that `cuda.h` lists.
@@ -63,8 +67,7 @@ pub(crate) fn open(state: &mut State, handle: &CuIpcMemHandle) -> Result<u64, Cu
     let file = reopen(process as u32, fd as i32);
     let file = file.map_err(|_| CuResult::CUDA_ERROR_INVALID_HANDLE)?;
     let stat = rustix::fs::fstat(&file).map_err(|_| CuResult::CUDA_ERROR_INVALID_HANDLE)?;
-    let inside = offset.checked_add(len).is_some_and(|end| end <= whole);
-    if stat.st_ino != inode || stat.st_size as u64 != whole || !inside {
+    if stat.st_ino != inode || stat.st_size as u64 != whole {
         return Err(CuResult::CUDA_ERROR_INVALID_HANDLE);
     }
     // `cuda.h`: "If the memory handle has already been opened by the current context, the reference
