@@ -1,12 +1,9 @@
 //! The conformance suite over the software providers of an installed libfabric
 //! (`HMEM_LIBFABRIC_LIBRARY`).
 
-use std::{
-    process::{self, ExitCode},
-    sync::Arc,
-    thread,
-    time::Duration,
-};
+mod watchdog;
+
+use std::{process::ExitCode, sync::Arc, time::Duration};
 
 use hmem_conformance::Suite;
 use hmem_core::{Error, ErrorKind, Result};
@@ -46,11 +43,7 @@ const UNREPORTED: &str =
 const ONE_RIGHT: &str = "libfabric has one right for RMA writes and atomics: a typed refusal";
 
 fn main() -> ExitCode {
-    thread::spawn(|| {
-        thread::sleep(LIMIT);
-        eprintln!("the tests did not end within {LIMIT:?}: a call of libfabric hangs");
-        process::exit(1);
-    });
+    watchdog::start(LIMIT);
     let mut suite = Suite::from_args();
     for (name, provider) in NAMES {
         let thread = name.ends_with("-thread");

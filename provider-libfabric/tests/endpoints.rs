@@ -5,13 +5,14 @@
 
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
+mod watchdog;
 
 use std::{
     collections::VecDeque,
     env, fs,
     io::{BufRead, BufReader, Write, stdin},
-    process::{self, Child, ChildStdin, Command, ExitCode, Stdio},
-    sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc},
+    process::{Child, ChildStdin, Command, ExitCode, Stdio},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -69,14 +70,7 @@ fn unhex(text: &str) -> Vec<u8> {
 /// Waits until no other test runs: `Builder::build` changes the environment.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
-    static CLOCK: Once = Once::new();
-    CLOCK.call_once(|| {
-        thread::spawn(|| {
-            thread::sleep(LIMIT);
-            eprintln!("the tests did not end within {LIMIT:?}: a call of libfabric hangs");
-            process::exit(1);
-        });
-    });
+    watchdog::start(LIMIT);
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -5,12 +5,13 @@
 mod application;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
+mod watchdog;
 
 use std::{
     ffi::CStr,
-    process, ptr,
+    ptr,
     sync::{
-        Arc, Once,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -39,14 +40,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 
 /// Loads libfabric. The first call starts the clock for [`LIMIT`].
 fn functions() -> Result<sys::Functions, Skipped> {
-    static CLOCK: Once = Once::new();
-    CLOCK.call_once(|| {
-        thread::spawn(|| {
-            thread::sleep(LIMIT);
-            eprintln!("the tests did not end within {LIMIT:?}: a call of libfabric hangs");
-            process::exit(1);
-        });
-    });
+    watchdog::start(LIMIT);
     sys::Functions::find().map_err(|error| Skipped(error.to_string()))
 }
 

@@ -3,14 +3,14 @@
 
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
+mod watchdog;
 
 use std::{
     collections::BTreeSet,
     env, fs,
     path::PathBuf,
     process,
-    sync::{Arc, Mutex, MutexGuard, Once, PoisonError},
-    thread,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -34,14 +34,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// libfabric cannot be loaded.
 fn turn() -> Result<MutexGuard<'static, ()>, Skipped> {
     static TURN: Mutex<()> = Mutex::new(());
-    static CLOCK: Once = Once::new();
-    CLOCK.call_once(|| {
-        thread::spawn(|| {
-            thread::sleep(LIMIT);
-            eprintln!("the tests did not end within {LIMIT:?}: a call of libfabric hangs");
-            process::exit(1);
-        });
-    });
+    watchdog::start(LIMIT);
     let guard = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     sys::Functions::find().map_err(|error| Skipped(error.to_string()))?;
     Ok(guard)

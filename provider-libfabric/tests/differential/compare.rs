@@ -30,7 +30,7 @@ pub(crate) struct Sides {
     last: [Option<Request>; SLOTS],
     /// The bytes of every memory at the start of a program.
     initial: Arc<[u8]>,
-    /// How often each deviation was met.
+    /// The number of times that each deviation was met.
     pub(crate) met: BTreeMap<Deviation, u64>,
 }
 

@@ -455,7 +455,7 @@ pub(crate) struct Hmem {
     domain: Option<Domain>,
 }
 
-/// How the side transfers.
+/// The endpoints through which the side transfers.
 enum Route {
     /// By the program's own endpoints in the borrowed domain.
     Program(Link),
