@@ -68,7 +68,7 @@ fn development_dependencies_of_the_workspace_have_no_version() {
 fn compiled(package: &str, arguments: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
     let output = Command::new(env!("CARGO"))
         .args(["tree", "--offline", "--edges=normal", "--prefix=none", "--format={f} {p}"])
-        .args(["--target=all", "--package", package])
+        .args(["--package", package])
         .args(arguments)
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .output()
