@@ -41,6 +41,7 @@
 //! - `cause`, `environment`, `handle`, `library`, `monitor`, `rail_keys`
 //! - `cache`, `iface`, `window`
 //! - `registry`, `shared_exports`, `transfer`
+//! - `key_feed`
 //! - `registration`
 //! - `provider`
 //! - `path`
@@ -73,6 +74,7 @@ mod handle;
 pub mod iface;
 mod iface_kind;
 mod key;
+pub mod key_feed;
 pub mod library;
 mod mapping;
 pub mod monitor;
