@@ -50,7 +50,7 @@ pub(super) struct Job {
 /// The jobs that the worker thread has not taken.
 #[derive(Default)]
 struct Queue {
-    /// The jobs, and true once the worker thread must end.
+    /// The jobs, and a flag that is true once the worker thread must end.
     jobs: Mutex<(VecDeque<Job>, bool)>,
     /// A signal for the worker thread: a job was added, or the thread must end.
     arrived: Condvar,
@@ -82,8 +82,8 @@ impl Worker {
         Ok(Self { queue, events, thread: Some(thread), process })
     }
 
-    /// Creates a pending region, and the job that registers the region. The job drops the request's
-    /// progress callbacks, which are borrowed for this call only.
+    /// Creates a pending region, and the job that registers the region. The job has no progress
+    /// callbacks, because those of the request are borrowed for this call only.
     pub(super) fn job(
         &self,
         domain: &Arc<DomainInner>,

@@ -271,8 +271,9 @@ impl<'a> BatchPlan<'a> {
     }
 
     /// Returns the position of the view's memory, if the view may share a registration only with
-    /// views of the same memory. Returns `None` if views of other memories may join, because the
-    /// application promises their whole allocation and keeps it allocated itself.
+    /// views of the same memory. Returns `None` if it may share one with views of other memories:
+    /// the application promises the whole allocation ([`Promise::Allocation`]) and keeps the memory
+    /// allocated itself, without an owner in the batch.
     fn sharing_memory(&self, view: usize) -> Option<usize> {
         let memory = self.views[view].memory;
         let HeldMemory { place, keep } = &self.memories[memory];
@@ -312,7 +313,7 @@ impl<'a> BatchPlan<'a> {
 
     /// Checks every view for every NIC, and forms the groups of views that share a registration.
     /// For a view that may share one, queries the owner of its memory, unless the view lies in the
-    /// allocation of the group before.
+    /// allocation of the previous group.
     fn groups(&self, order: &[u32]) -> Result<Vec<ViewGroup>> {
         let mut groups: Vec<ViewGroup> = Vec::new();
         for (place, index) in order.iter().map(|index| *index as usize).enumerate() {
@@ -410,8 +411,8 @@ impl<'a> BatchPlan<'a> {
     }
 
     /// Registers the range of a group for all its views, and adds one region per NIC to
-    /// `set.regions`. Returns the position there of the first NIC's region, or `None` if the views
-    /// must be registered one by one.
+    /// `set.regions`. Returns the position of the first NIC's region in `set.regions`, or `None` if
+    /// the views must be registered one by one.
     fn register_shared(
         &self,
         view: usize,
@@ -448,7 +449,7 @@ impl<'a> ViewBytes<'a> {
     }
 }
 
-/// Adds the position of a view to an error.
+/// Returns a function that adds the position `view` of a view to an error.
 fn of_view(view: usize) -> impl Fn(Error) -> Error {
     move |error| error.context("view", view)
 }
@@ -608,9 +609,10 @@ impl<M: Memory> Regions<M> {
         RailKeys::new(self.set.nics.iter().enumerate().map(rail).collect::<Result<_>>()?)
     }
 
-    /// Returns all regions. Most have one or more views. A region has none if its views could not
-    /// share it and the driver refused to close it. In a value that [`Batch::register`] or
-    /// [`Regions::close`] returned with an error, these are the regions that could not be closed.
+    /// Returns all regions. Most have one or more views. A region without a view was registered for
+    /// several views that could not share it, and the driver refused to close it. In a value that
+    /// [`Batch::register`] or [`Regions::close`] returned with an error, these are the regions that
+    /// could not be closed.
     #[must_use]
     pub fn regions(&self) -> &[MemoryRegion] {
         &self.set.regions
@@ -648,8 +650,8 @@ impl<M: Memory> Regions<M> {
     ///
     /// # Errors
     /// - The first error of [`MemoryRegion::close`]. The call tries to close every region. The
-    ///   error returns the regions that could not be closed, with the memories. They still work,
-    ///   but their views are gone.
+    ///   error returns the regions that could not be closed, with the memories. These regions still
+    ///   work, but have no views any more.
     /// - [`ErrorKind::Driver`] if a registration panicked. Its memory is lost, because the NIC may
     ///   still access it.
     pub fn close(mut self) -> Result<Vec<M>, Rejected<Self>> {

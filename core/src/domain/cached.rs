@@ -157,7 +157,8 @@ impl RegionCache {
         self.get_around(*memory.at(), access, Around::of(memory.promise()))
     }
 
-    /// Returns a region of `range` like [`RegionCache::get`]. `around` limits its growth.
+    /// Returns a region that covers `range`, like [`RegionCache::get`]. A new region may grow as
+    /// far as `around` permits.
     #[inline(always)]
     pub(super) fn get_around(
         &self,
@@ -238,11 +239,11 @@ impl RegionCache {
     }
 
     /// Registers a range that is not cached, with as much memory around it as [`CacheAttr::growth`]
-    /// and `around` permit. `register` registers a key and returns an `L`, which contains a lease.
-    /// `lease_of` returns this lease.
+    /// and `around` permit. `register` registers the range of a key. Its result, an `L`, contains a
+    /// lease, which `lease_of` returns.
     ///
-    /// If the larger registration fails, cannot be cached or would be staged, only the range is
-    /// registered. So growth never makes a lookup fail, and never exposes memory to peers without a
+    /// If the larger registration fails, is not cached, or is staged, only the range is registered.
+    /// So growth never makes a lookup fail, and never exposes more memory to peers without a
     /// benefit.
     fn register_grown<L>(
         &self,
@@ -386,7 +387,8 @@ impl RegionCache {
     ///   return the same error.
     /// - The errors of [`Registry::get`](crate::Registry::get) if the domain does not have `iface`.
     /// - [`ErrorKind::Unsupported`] if the monitor is disabled by the settings, and if the driver's
-    ///   library has a cache of its own ([`ProviderAttr::driver_cache`]). The error names it.
+    ///   library has a cache of its own ([`ProviderAttr::driver_cache`]). In the second case the
+    ///   error names that cache.
     /// - [`ErrorKind::BadState`] in a forked child.
     ///
     /// [`ProviderAttr::driver_cache`]: crate::provider::ProviderAttr::driver_cache
@@ -426,11 +428,13 @@ impl<'c> RegionLookupHandle<'c> {
     }
 }
 
-/// The promise for the memory of a lookup, and the limit for the growth of its registration.
+/// The promise for the memory of a lookup, and the range that a new registration must not leave
+/// when it grows.
 #[derive(Clone, Copy)]
 pub(super) struct Around {
     pub(super) promise: Promise,
-    /// The range of the buffer, if [`CachedBuffer::get`](super::CachedBuffer::get) looks up.
+    /// The range of the buffer, for a lookup by [`CachedBuffer::get`](super::CachedBuffer::get).
+    /// `None` for other lookups, whose registrations must not leave the allocation.
     pub(super) within: Option<AddressRange>,
 }
 
@@ -440,7 +444,8 @@ impl Around {
     }
 }
 
-/// Returns a lookup key for memory of any iface, device and allocation.
+/// Returns a key that matches a cached region that covers `range` with the rights `access`,
+/// whichever iface, device and allocation the memory belongs to.
 #[inline(always)]
 fn lookup_key(range: AddressRange, access: Access) -> Result<Key> {
     match Key::new(range, access) {
@@ -465,7 +470,7 @@ fn key_of(range: AddressRange, access: Access, owner: &AddressOwner) -> Result<K
     })
 }
 
-/// The largest length of [`Registrations::ungrowable`].
+/// The largest number of elements in [`Registrations::ungrowable`].
 const MOST_UNGROWABLE: usize = 4096;
 
 /// The number of misses in a [`GrowthBound`] that do not try to grow, after growth failed for a
@@ -485,15 +490,16 @@ pub struct Registrations {
     growth: Growth,
     /// The largest length of a grown region in bytes, or 0 if growth is disabled.
     grow_to: u64,
-    /// The bounds in which a registration failed to grow. The value is the number of misses until
-    /// a registration in this bound may grow again, or `None` if it never may.
+    /// The bounds in which a registration failed to grow. The value is the number of further misses
+    /// in the bound that do not try to grow, or `None` if no miss in the bound tries again.
     ungrowable: Mutex<HashMap<GrowthBound, Option<u32>>>,
     /// The buffers that the cache's regions keep allocated. The list is shared with callbacks,
     /// which remove a dropped buffer after its regions are deregistered.
     held: Arc<HeldBuffers>,
     /// The ifaces with a disabled monitor.
     without: Vec<IfaceKind>,
-    /// The ifaces whose monitor was needed so far. Each monitor is started once.
+    /// The ifaces whose monitor was needed so far. Threads that need a monitor for the first time
+    /// at once may each start it, and add an element each. Later calls use the first element.
     monitors: Mutex<Vec<IfaceMonitor>>,
     /// The cache that uses this backend. Set when the cache was created.
     cache: OnceLock<Weak<Cache<Self>>>,
@@ -594,8 +600,10 @@ impl Registrations {
         }
     }
 
-    /// Disables growth in `bound` after a failure. If `may_pass` is true or the bound has no
-    /// allocation, growth is disabled for [`MISSES_UNTIL_RETRY`] misses, otherwise permanently.
+    /// Disables growth in `bound` after a failure. `may_pass` is true if the reason of the failure
+    /// is temporary: a lack of resources or of room in the cache, or an invalidation in progress.
+    /// In this case, or if the bound has no allocation, growth is disabled for
+    /// [`MISSES_UNTIL_RETRY`] misses, otherwise permanently.
     fn refuse_growth(&self, bound: GrowthBound, may_pass: bool) {
         let mut ungrowable = self.ungrowable.lock();
         if ungrowable.len() >= MOST_UNGROWABLE {

@@ -54,7 +54,8 @@ struct Listing {
     range: AddressRange,
     promise: Promise,
     id: BufferId,
-    /// A reference that makes [`Domain::close`](super::Domain::close) fail.
+    /// A reference to the domain, so that [`Domain::close`](super::Domain::close) fails while the
+    /// buffer exists.
     domain: Arc<DomainInner>,
 }
 
@@ -69,6 +70,7 @@ impl RegionCache {
     ///
     /// # Errors
     /// - [`ErrorKind::ZeroLength`] for an empty buffer.
+    /// - [`ErrorKind::Unsupported`] for a dma-buf and for a list of several ranges.
     /// - [`ErrorKind::BadState`] in a forked child.
     ///
     /// The error returns the buffer.
@@ -139,6 +141,8 @@ impl<M: Memory> CachedBuffer<M> {
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] if the bytes are not all in the buffer.
+    /// - [`ErrorKind::Unsupported`] for the memory of a [`Raw`](super::Raw). Copy through the owner
+    ///   of the memory instead.
     /// - The error of the device that the memory belongs to.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         // SAFETY: the place comes from the parts, which the borrow keeps alive.
@@ -148,7 +152,8 @@ impl<M: Memory> CachedBuffer<M> {
     /// Copies `from` to the bytes of the buffer from `offset` on.
     ///
     /// # Errors
-    /// The errors of [`CachedBuffer::read`].
+    /// - The errors of [`CachedBuffer::read`].
+    /// - [`ErrorKind::AccessDenied`] for read-only memory.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         // SAFETY: the place comes from the parts, which the borrow keeps alive.
         unsafe { M::place(&self.parts).write(offset, from) }

@@ -27,8 +27,8 @@ use crate::{
 pub enum GrantKind {
     /// The grant uses a memory window of this type.
     Window(WindowType),
-    /// The grant uses a sub-region, because no window works with the NIC, the region or the
-    /// domain's mode.
+    /// The grant uses a sub-region: no window works with the NIC, the region or the domain's mode,
+    /// or the NIC does not enforce the bounds of windows.
     SubRegion,
 }
 
@@ -134,7 +134,9 @@ impl MemoryRegion {
     /// 2. a type 1 window, whose key works through every endpoint of the domain
     /// 3. a sub-region
     ///
-    /// If the NIC has windows, the region needs [`Access::MW_BIND`].
+    /// If the call tries a window, the region needs [`Access::MW_BIND`]. The call tries a window if
+    /// the NIC has windows and the domain is not in RAW mode. A sub-region that is the first choice
+    /// (next paragraph) needs no such right.
     ///
     /// **Some NICs do not enforce the bounds of windows** ([`Windows::enforces_bounds`]). On these
     /// NICs, a sub-region is the first choice for a part of a region. A window is used only if the
@@ -148,7 +150,7 @@ impl MemoryRegion {
     /// # Errors
     /// - ZeroLength, OutOfBounds and BadAccess for a wrong range or right.
     /// - AccessDenied for a right to write, if the region has no right that lets the NIC write, and
-    ///   for a region without MW_BIND, if the NIC has windows.
+    ///   for a region without MW_BIND, if the call tries a window.
     /// - BadState before the registration of the region completed, and in a forked child.
     /// - InvalidArgument for an endpoint of another domain.
     /// - Unsupported if the NIC has neither windows nor sub-regions.

@@ -40,7 +40,8 @@ pub enum Growth {
 }
 
 impl Growth {
-    /// Returns the part of `bound` to which a registration of `range` may grow.
+    /// Returns the part of `bound` to which a registration of `range` may grow with this setting.
+    /// Returns `None` if `range` lies outside `bound`.
     pub(super) fn narrow(self, range: AddressRange, bound: AddressRange) -> Option<AddressRange> {
         match self {
             Self::HostPages => {

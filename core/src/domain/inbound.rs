@@ -23,7 +23,8 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct Inbound {
     registry: Arc<Registry>,
-    /// The length of `devices`, which is read without the lock. It never decreases.
+    /// The length of `devices`, as a copy that is read without the lock. The length never
+    /// decreases.
     count: AtomicUsize,
     devices: RwLock<SmallVec<[(IfaceKind, DeviceId); 16]>>,
     /// True once a failed flush was logged.
@@ -153,7 +154,8 @@ mod tests {
         }
     }
 
-    /// HM-14
+    /// HM-14: a flush holds no lock while it calls the iface, so that a registration can add a
+    /// device meanwhile.
     #[test]
     fn flush_holds_no_lock_while_it_calls_the_iface() {
         let iface = Arc::<NotingIface>::default();

@@ -165,11 +165,11 @@ impl InFlight {
     }
 }
 
-/// The queue for the receives or for the transmits of an endpoint.
+/// One direction of an endpoint: its transmits or its receives.
 struct Direction {
-    /// The slots of the completion queue.
+    /// The slots of the completion queue that reports the requests of this direction.
     in_flight: Arc<InFlight>,
-    /// The identifier of the endpoint in `in_flight`.
+    /// The identifier that the endpoint has in `in_flight`.
     endpoint: u64,
 }
 

@@ -360,8 +360,8 @@ impl<O, A> KeptRaw<O, A> {
     }
 }
 
-/// The items of [`Memory`] for a type that is its own parts, because it has no Rust reference to
-/// the memory.
+/// Defines the items of [`Memory`], except `place`, for a type that is its own `Parts`. Such a type
+/// has no Rust reference to the memory.
 macro_rules! own_parts {
     () => {
         type Parts = Self;
@@ -446,7 +446,8 @@ pub struct BorrowedDmaBuf<'a> {
 }
 
 /// Copies bytes of host memory that a NIC may be writing. If the region has the strict order and
-/// the NIC wrote the copied bytes, later reads of the caller see the NIC's earlier writes.
+/// the NIC wrote the copied bytes, reads that the caller makes after the call see the bytes that
+/// the NIC wrote before the copied ones.
 ///
 /// # Safety
 /// The `into.len()` bytes from `from` on must be host memory that stays mapped during the call. No
@@ -480,6 +481,6 @@ unsafe fn copy_in(to: Address, from: &[u8]) {
     fence(Ordering::Release);
 }
 
-/// The source of a short copy, aligned so that the copy is one atomic store.
+/// A copy of at most 8 bytes, aligned so that [`racing_copy`] can load the bytes as one atomic.
 #[repr(align(8))]
 struct Word([u8; 8]);

@@ -122,13 +122,14 @@ pub(crate) struct DomainInner {
     registry: Arc<Registry>,
     selector: Arc<dyn PathSelector>,
     attr: DomainAttr,
-    /// The negotiated bits. BASIC or SCALABLE is one bit here.
+    /// The negotiated mr_mode bits. If the domain uses BASIC or SCALABLE, the value has that bit.
     mode: MrMode,
-    /// The bits of `mode`, with BASIC or SCALABLE replaced by the bits that it stands for.
+    /// The bits of `mode`, with BASIC or SCALABLE replaced by the mr_mode bits that the mode stands
+    /// for.
     effective: MrMode,
     /// A copy of the provider's attributes of the NIC.
     provider_attr: ProviderAttr,
-    /// The decision of every region of host memory.
+    /// The decision that all regions of host memory share.
     plain_host: Arc<Decision>,
     /// The process that opened the domain. A forked child must not use the domain.
     process: ProcessMark,
@@ -271,8 +272,8 @@ impl Domain {
         self.inner.provider.staging().map_or(0, |staging| staging.staging_bytes())
     }
 
-    /// Executes posted requests that advance only during calls, and returns the number of requests
-    /// that ended. Reading a completion queue does the same.
+    /// Executes posted requests that proceed only during calls of the application, and returns the
+    /// number of requests that ended. Reading a completion queue does the same.
     ///
     /// Only domains with the feature `MANUAL_PROGRESS` ([`Domain::features`]) have such requests.
     /// If [`ProviderAttr::progress`] is `Manual`, these are all requests, otherwise only those with

@@ -11,7 +11,8 @@ use crate::{
 
 const HMEM_FLAGS: MrFlags = MrFlags::HMEM_DEVICE_ONLY.union(MrFlags::HMEM_HOST_ALLOC);
 
-/// The allocations of the ranges of a request for device memory. Empty for other memory.
+/// The allocations that contain the ranges of a request, if these are device memory. Empty for
+/// other memory.
 pub(super) type Allocations = SmallVec<[Allocation; 1]>;
 
 /// The statements of a request about the owner of its memory.
@@ -25,12 +26,14 @@ pub(super) struct Claim {
     flags: MrFlags,
 }
 
-/// The owner with which a claim is compared.
+/// The actual owner of memory, with which a claim is compared. A dma-buf cannot be queried, so its
+/// owner is the one that the request for the dma-buf named.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     iface: IfaceKind,
     device: Option<DeviceId>,
-    /// The kind of memory. `None` for a dma-buf of a device iface, which cannot be queried.
+    /// The kind of memory. `None` if unknown, as for a dma-buf of a device iface, which cannot be
+    /// queried.
     kind: Option<AllocationKind>,
 }
 
@@ -41,9 +44,9 @@ impl Known {
         Self { iface, device, kind: Some(kind) }
     }
 
-    /// Returns true if memory of a device API's host allocator was claimed as system memory. The
-    /// claim is right, because this memory consists of ordinary host pages. For managed memory,
-    /// which migrates, it would be wrong.
+    /// Returns true if memory of a device API's host allocator was claimed as system memory. This
+    /// claim is accepted, because the memory consists of ordinary host pages. The claim would be
+    /// wrong for managed memory, which migrates.
     fn is_host_memory_named_as_such(self, claimed: IfaceKind) -> bool {
         claimed == IfaceKind::SYSTEM && self.kind == Some(AllocationKind::Host)
     }
@@ -56,9 +59,11 @@ impl Claim {
         Self { iface: Some(iface), device, flags: MrFlags::empty() }
     }
 
-    /// Returns the claim of a request. Drops the fields that `fi_mr(3)` ignores: the iface in a
-    /// domain without `hmem`; the device without an iface, with the system iface and with
-    /// HMEM_HOST_ALLOC.
+    /// Returns the claim of a request, without the fields that `fi_mr(3)` ignores. `hmem` is
+    /// [`DomainAttr::hmem`](super::DomainAttr::hmem). Ignored are:
+    ///
+    /// - the iface, if `hmem` is false
+    /// - the device, if the claim has no iface or the system iface, or has HMEM_HOST_ALLOC
     fn of(terms: &Terms<'_>, hmem: bool) -> Self {
         let flags = terms.flags;
         let iface = terms.iface.filter(|_| hmem);
@@ -71,8 +76,8 @@ impl Claim {
         self.iface.is_none() && self.flags.is_empty()
     }
 
-    /// Fails if the owner of the memory contradicts this claim. If the owner has no device, every
-    /// device of the iface is accepted.
+    /// Fails if the owner of the memory contradicts this claim. If the memory belongs to no
+    /// particular device, every device of the claimed iface is accepted.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] for another iface, device or kind of memory, and for a
@@ -92,7 +97,9 @@ impl Claim {
         self.check_known(registry, operation, range, Known::of(owner), Some(owner))
     }
 
-    /// Fails if `known` contradicts the claim. `queried` is the owner that ifaces found, if any.
+    /// Fails if the memory's actual owner, `known`, has another iface, device or kind of memory
+    /// than this claim names. `queried` is only for the error: the owner as the ifaces reported it,
+    /// or `None` for a dma-buf, which cannot be queried.
     fn check_known(
         &self,
         registry: &Registry,
@@ -187,8 +194,9 @@ impl DomainInner {
     }
 
     /// Checks the claim of a sub-region against the owner of its memory. Queries the ifaces only if
-    /// the request makes a claim. Compares a claim about part of a dma-buf, which cannot be
-    /// queried, with the iface, the device and the HMEM flags of the sub-region's bases.
+    /// the request makes a claim. A dma-buf cannot be queried. So a claim about part of a dma-buf
+    /// is compared with the iface and the device of the region of the whole dma-buf. It is also
+    /// compared with the HMEM flags of that region and of the sub-regions that contain the part.
     pub(super) fn check_part(
         &self,
         base: &RegionInner,

@@ -118,7 +118,8 @@ mod tests {
     use super::*;
     use crate::{ErrorKind, Mapping};
 
-    /// MR-16
+    /// MR-16: populating read-only memory for writing fails, and the error's remedy asks for write
+    /// permission.
     #[test]
     fn prefault_of_read_only_memory_for_writing_is_refused_with_a_remedy() {
         let len = rustix::param::page_size();

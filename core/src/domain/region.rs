@@ -139,7 +139,7 @@ impl MemoryRegion {
     }
 
     /// Returns the remote key that the provider composes for the region. Returns `None` if the
-    /// number in `region` is the whole key.
+    /// single number [`ProviderRegion::key`] is the whole key.
     fn composite_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>> {
         match self.inner.domain.provider.composite_keys() {
             Some(keys) => keys.remote_key(region),
@@ -159,7 +159,8 @@ impl MemoryRegion {
         }
     }
 
-    /// Returns the address of the first byte: the virtual address in VIRT_ADDR mode, otherwise 0.
+    /// Returns the address at which peers access the first byte if the key is not composite: the
+    /// virtual address in VIRT_ADDR mode, otherwise 0.
     fn start(&self) -> Iova {
         match self.inner.domain.addressing() {
             crate::Addressing::ZeroBased => Iova(0),

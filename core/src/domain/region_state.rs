@@ -75,7 +75,7 @@ pub(super) enum KeepAlive {
 
 impl KeepAlive {
     /// Returns the iface of memory that a region owns as a whole or a scope borrows. Returns `None`
-    /// for other memory, which the caller of an unsafe function keeps allocated.
+    /// for memory by addresses, and for a region that owns only a part of its memory.
     pub(super) fn iface(&self) -> Option<IfaceKind> {
         match self {
             Self::Caller => None,
@@ -119,7 +119,7 @@ pub(super) struct Rare {
     /// closed.
     pub(super) keep: Mutex<KeepAlive>,
     pub(super) page_size: usize,
-    /// `None` for a synchronous registration.
+    /// The asynchronous registration of the region. `None` if the registration is synchronous.
     pub(super) asynchronous: Option<Asynchronous>,
 }
 
@@ -178,8 +178,8 @@ pub(super) struct Bindings {
 /// The type 2 windows that were ever bound to a region, each listed once.
 #[derive(Default)]
 struct WindowList {
-    /// The windows by address. No later window has the address of one in the list, because the weak
-    /// pointer keeps its heap block.
+    /// The windows by address. A new window never has the address of a listed one, because the weak
+    /// pointer in the list keeps the heap block of the listed window allocated.
     by_address: HashMap<usize, Weak<dyn Settle>>,
     /// A threshold: an insertion into a list of this length or more first removes the windows that
     /// were dropped.
@@ -306,8 +306,8 @@ impl RegionInner {
         self.path_registration()?.decision.clone()
     }
 
-    /// Takes the guarantee that keeps the memory allocated, and leaves [`KeepAlive::Caller`]. The
-    /// caller must not drop the guarantee before the region is closed.
+    /// Takes the guarantee that keeps the memory allocated, and leaves [`KeepAlive::Caller`] in its
+    /// place. The caller must not drop the guarantee before the region is closed.
     pub(super) fn release(&self) -> KeepAlive {
         let release = |rare: &Rare| std::mem::replace(&mut *rare.keep.lock(), KeepAlive::Caller);
         self.rare.as_deref().map_or(KeepAlive::Caller, release)
@@ -491,7 +491,8 @@ mod tests {
         fn settle(&self) {}
     }
 
-    /// MW-06
+    /// MW-06: the window list of a region has each live window once, and dropped windows do not
+    /// accumulate in it.
     #[test]
     fn window_list_holds_each_live_window_once() {
         let mut list = WindowList::default();

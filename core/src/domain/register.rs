@@ -32,8 +32,9 @@ use crate::{
     registry::{AddressOwner, Registry},
 };
 
-/// A guard that leaks the memory of a registration if the provider or the path selector panics,
-/// because the NIC may have registered it. Forget the guard after the registration.
+/// A guard whose drop leaks the memory of a registration. It is dropped only if the provider or the
+/// path selector panics, because the NIC may have registered the memory then. After a registration
+/// without a panic, `mem::forget` disarms the guard.
 struct LeakOnPanic<'a>(&'a KeepAlive);
 
 impl Drop for LeakOnPanic<'_> {

@@ -37,7 +37,8 @@ use crate::{
 /// }
 /// ```
 pub struct Type1Window {
-    /// Declared before the binding in `state`, so that the window is freed before the binding ends.
+    /// The provider's window. Declared before `state`, so that the window is freed before the
+    /// binding in `state` ends.
     window: Allocated,
     state: Mutex<Type1State>,
 }
@@ -93,7 +94,8 @@ pub struct Type2Window {
 
 /// The state of a type 2 window. The window lists of regions refer to it.
 struct Type2Inner {
-    /// Declared before the bindings in `state`, so that the window is freed before they end.
+    /// The provider's window. Declared before `state`, so that the window is freed before the
+    /// bindings in `state` end.
     window: Allocated,
     state: Mutex<Type2State>,
 }
@@ -103,8 +105,9 @@ struct Type2State {
     /// The binding of the last posted bind. `None` if an invalidation was posted after the bind, or
     /// if the provider reports that the window is not bound.
     bound: Option<Bound>,
-    /// Earlier bindings, which hold if the invalidations or binds that were posted after them fail.
-    /// Empty once the provider has no pending request of the window.
+    /// Earlier bindings. If the binds and invalidations that were posted after one of them fail,
+    /// the window still has that binding. The list is empty once the provider has no pending
+    /// request for the window.
     ending: Vec<Bound>,
     /// The region to which the window was last bound. The region's list contains this window.
     listed: Weak<RegionInner>,
