@@ -102,7 +102,7 @@ impl AsFd for DmaBufExport {
 /// A range that is open to peer-memory clients in the kernel, ready for `ibv_reg_mr`.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerMemoryExport {
-    /// The device address that the client resolves.
+    /// The device address that the peer-memory client resolves.
     pub address: Address,
     /// The length in bytes.
     pub len: u64,
@@ -222,8 +222,9 @@ pub trait DmaBufExporter {
     /// Exports `range` as a dma-buf for `nic`. The range must lie in the allocation `of`, which
     /// the caller has just queried ([`Iface::query`](super::Iface::query)).
     ///
-    /// `of` is not proof: the memory may have been freed since the query. The driver, or the
-    /// iface's own record, decides whether the range can be exported.
+    /// The argument `of` does not prove that the allocation still exists: the memory may have been
+    /// freed since the query. The driver, or the iface's own record of its allocations, decides
+    /// whether the range can be exported.
     ///
     /// # Errors
     /// - OutOfBounds for a range outside the allocation.
@@ -239,8 +240,9 @@ pub trait DmaBufExporter {
     ) -> Result<DmaBufExport>;
 
     /// Returns true if an export that one NIC can import serves every NIC: the export does not
-    /// depend on the NIC, and its release does not require live memory. The library then may keep
-    /// an export for other NICs ([`SharedExports`](crate::SharedExports)). The default is false.
+    /// depend on the NIC, and can be released after its memory was freed. If the result is true,
+    /// the library may keep an export for other NICs ([`SharedExports`](crate::SharedExports)). The
+    /// default is false.
     fn serves_every_nic(&self) -> bool {
         false
     }
@@ -344,8 +346,9 @@ pub trait MonitorSource {
 
     /// Starts a monitor, which detects frees of this iface's memory.
     ///
-    /// Each cache calls this once at most. The monitor may serve several caches, and may outlive
-    /// the iface. After an error the cache registers the memory uncached.
+    /// A cache calls this when it first needs the monitor. If several threads of the process need
+    /// the monitor at that moment, each of them may call this. The monitor may serve several
+    /// caches, and may outlive the iface. After an error the cache registers the memory uncached.
     ///
     /// # Errors
     /// Unsupported, with the reason, if the driver cannot do this.

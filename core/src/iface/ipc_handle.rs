@@ -68,7 +68,8 @@ impl IpcHandle {
         }
     }
 
-    /// Returns the error for a handle with content that the iface does not write.
+    /// Returns the error for a handle whose content the iface never writes. `why` is the reason in
+    /// the error.
     pub fn malformed(&self, iface: impl Into<IfaceName>, why: &'static str) -> Error {
         FRAME.refuse(&self.bytes, why).iface(iface)
     }
@@ -78,7 +79,7 @@ impl IpcHandle {
 mod tests {
     use super::*;
 
-    /// HM-10
+    /// HM-10: an altered or truncated handle is malformed, and so is the handle of another iface.
     #[test]
     fn altered_or_truncated_handle_and_one_of_another_iface_are_malformed() {
         let handle = IpcHandle::encode(IfaceKind::CUDA, &(7_u64, "device"));

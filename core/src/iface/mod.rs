@@ -99,8 +99,8 @@ pub struct Device {
 /// Safe code of this library trusts the results of an iface when it copies, exports and registers
 /// memory. So an implementation must guarantee, for itself and for every facet that it returns:
 ///
-/// - [`query`](Self::query) claims an address only while an allocation of this iface holds it, and
-///   names that allocation's exact range, device and kind. Unless
+/// - [`query`](Self::query) claims an address only while an allocation of this iface contains the
+///   address, and names that allocation's exact range, device and kind. Unless
 ///   [`has_identities`](Self::has_identities) returns false, no two allocations ever have the same
 ///   [`AllocationId`](crate::AllocationId). The segments of a [`SegmentMap`] are parts of the
 ///   requested range. Without a `SegmentMap`, each allocation is one segment.
@@ -156,8 +156,8 @@ pub unsafe trait Iface: fmt::Debug + Send + Sync {
     /// - Otherwise the error that the device reported.
     unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()>;
 
-    /// Returns the range that contains all memory of this iface, including imported and page-locked
-    /// memory, for the iface's whole life.
+    /// Returns a range that contains all memory that this iface ever has, including imported and
+    /// page-locked memory.
     ///
     /// A [`Registry`](crate::Registry) reads the range once, and does not query the iface for
     /// addresses outside the range. `None`, the default, excludes no address.
@@ -317,7 +317,8 @@ pub trait IfaceExt: Iface {
         exporter.export(range, &allocation_around(self, "export_dma_buf", range)?, nic, mapping)
     }
 
-    /// Calls [`DmaBufExporter::release`]. Without that facet, closes the fd and returns an error.
+    /// Calls [`DmaBufExporter::release`]. If the iface has no [`DmaBufExporter`], closes the fd and
+    /// returns an error.
     fn release_dma_buf(&self, export: DmaBufExport) -> Result<()> {
         self.dma_buf().ok_or_else(|| self.unavailable(Facet::DmaBuf))?.release(export)
     }
@@ -373,8 +374,8 @@ pub trait IfaceExt: Iface {
         self.segments_of(range, &allocation_around(self, "segments", range)?)
     }
 
-    /// Calls [`SegmentMap::segments`]. Without that facet, returns the range as one exportable
-    /// segment.
+    /// Calls [`SegmentMap::segments`]. If the iface has no [`SegmentMap`], returns the range as one
+    /// exportable segment.
     fn segments_of(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>> {
         match self.segments() {
             Some(map) => map.segments(range, of),
@@ -382,7 +383,7 @@ pub trait IfaceExt: Iface {
         }
     }
 
-    /// Calls [`InboundFlush::flush`]. Without that facet, does nothing.
+    /// Calls [`InboundFlush::flush`]. If the iface has no [`InboundFlush`], does nothing.
     fn flush_inbound(&self, device: DeviceId) -> Result<()> {
         self.inbound_flush().map_or(Ok(()), |facet| facet.flush(device))
     }

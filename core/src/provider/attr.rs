@@ -56,15 +56,16 @@ pub struct ProviderAttr {
     /// The size of immediate data in bytes, 0 to 8 (`cq_data_size` in `fi_domain(3)`). 0 if the NIC
     /// has no immediate data.
     pub cq_data_size: usize,
-    /// A description of the registration cache that the driver's library has of its own, if that
-    /// cache is in force. `None` if the library registers each time. A domain keeps no region in
-    /// its own cache ([`Domain::cache`](crate::Domain::cache)) besides another one: two caches
-    /// would hold memory twice, and their monitors may patch the same functions.
+    /// A description of the registration cache inside the driver's library, if there is one and it
+    /// is enabled. `None` if the library registers each time.
+    ///
+    /// With such a cache, the domain's own cache ([`Domain::cache`](crate::Domain::cache)) keeps no
+    /// region: two caches would hold memory twice, and their monitors may patch the same functions.
     pub driver_cache: Option<String>,
 }
 
 impl ProviderAttr {
-    /// Checks that the immediate data of a request fits the NIC. For providers.
+    /// Checks that the immediate data of a request fits the NIC. Providers call this function.
     ///
     /// # Errors
     /// - Unsupported if the NIC has no immediate data.

@@ -67,8 +67,8 @@ impl Features {
 /// A provider without it registers memory for requests that other code posts, on queue pairs of its
 /// own for example.
 pub trait Transport {
-    /// Opens a completion queue with room for `depth` requests, in the sense of
-    /// [`EndpointAttr::depth`]. 0 counts as 1.
+    /// Opens a completion queue with room for `depth` requests, which are counted as for
+    /// [`EndpointAttr::depth`]. A depth of 0 counts as 1.
     ///
     /// # Errors
     /// - OutOfResources if the driver cannot create another queue.

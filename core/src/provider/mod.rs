@@ -130,7 +130,8 @@ pub trait Provider: fmt::Debug + Send + Sync {
     /// Returns the attributes of all NICs.
     ///
     /// # Errors
-    /// - Unavailable if the driver's library cannot be used. The error names it and the reason.
+    /// - Unavailable if the driver's library cannot be used. The error names the library and the
+    ///   reason.
     /// - The driver's error, if no NIC can be opened.
     fn nics(&self) -> Result<Vec<ProviderAttr>>;
 
@@ -179,13 +180,14 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// NIC and peers access the memory without the compiler's knowledge. Memory that is marked as
     /// owned ([`Backing::Host`]) must stay mapped until then.
     ///
-    /// The request keeps the rules that a provider need not check again:
+    /// The caller guarantees these properties of the request, so a provider need not check them:
     ///
-    /// - There is at least one range, and at most `mr_iov_limit`. Each has at least one byte. All
-    ///   together have at most `max_mr_size` bytes.
-    /// - The pieces have the bytes of the ranges, in this order. A range may have several pieces.
+    /// - There is at least one range, and at most `mr_iov_limit`. Each range has at least one byte.
+    ///   All ranges together have at most `max_mr_size` bytes.
+    /// - The pieces together are the bytes of the ranges, in the order of the ranges. A range may
+    ///   have several pieces.
     /// - The NIC supports the path of each backing ([`ProviderAttr::imports`]).
-    /// - All flags and rights are defined, and the NIC has the flags. At most one of
+    /// - All flags and rights are defined, and the NIC supports the flags. At most one of
     ///   HMEM_DEVICE_ONLY and HMEM_HOST_ALLOC is set.
     /// - The page size is 0 or one of [`ProviderAttr::page_sizes`].
     /// - Key and addressing follow the mode of the domain: in PROV_KEY mode the provider chooses
@@ -501,7 +503,8 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     ///   operands that do not fit the operation, and for a peer that this endpoint did not resolve.
     /// - MessageTooLong or TooManyRanges beyond the NIC's limits, the endpoint's depth or the depth
     ///   of its completion queue.
-    /// - OutOfBounds or InvalidKey for a remote segment outside its key, if the provider checks it.
+    /// - OutOfBounds or InvalidKey for a remote segment outside its key, if the provider checks
+    ///   remote segments.
     /// - Unsupported for an operation that the NIC does not have.
     /// - BadState after the endpoint was closed, and for window operations of an endpoint that must
     ///   be connected first.
@@ -544,7 +547,7 @@ mod tests {
         }
     }
 
-    /// EVT-05
+    /// EVT-05: the default `wait` reads until a completion arrives or the timeout ends.
     #[test]
     fn default_wait_reads_until_a_completion_or_the_timeout() {
         for (timeout, max, reads, completions) in [
