@@ -122,14 +122,15 @@ pub struct Hooks<T: HasTable + 'static> {
     monitor: MonitorName,
     process: &'static Process<T>,
     patches: &'static Patches,
-    /// The issuer of this monitor's subscriptions. The number of a subscription is the slot of its
-    /// invalidator.
+    /// The issuer of this monitor's subscriptions. The number in a [`Subscription`] is the slot of
+    /// the subscribed invalidator.
     issuer: TokenIssuer,
-    /// The subscriptions of each invalidator to this monitor, by slot.
+    /// The subscriptions of each invalidator to this monitor, by the invalidator's slot in the
+    /// subscriber table of the process.
     own: [OwnSubscriptions; SLOTS],
-    /// By slot, for each invalidator that is subscribed to this monitor: its subscription to the
-    /// subscriber table of the process. A thread holds the lock while it adds the first or removes
-    /// the last subscription of an invalidator.
+    /// The subscription of each invalidator to the subscriber table of the process, by slot. `None`
+    /// while the slot has no invalidator that is subscribed to this monitor. A thread holds the
+    /// lock while it adds the first or removes the last subscription of an invalidator.
     in_table: Mutex<[Option<SlotSubscription>; SLOTS]>,
 }
 

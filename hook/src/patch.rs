@@ -275,9 +275,9 @@ fn all_or_none<S>(
     Err(left.fold(error, |error, why| error.context("not undone", format_args!("{why:#}"))))
 }
 
-/// Makes every processor that runs this process execute a serialising instruction, so that it
-/// fetches its code again. If the kernel does not support this (before Linux 4.16), logs that the
-/// processors see the new code later. The log calls the new code `code`.
+/// Makes every processor that runs this process execute a serialising instruction, so that the
+/// processor fetches the code again. If the kernel does not support this (before Linux 4.16), logs
+/// that the processors see the new code later. `code` names the new code in the log.
 fn synchronise_code(code: &'static str) {
     let synchronised = membarrier(MembarrierCommand::RegisterPrivateExpeditedSyncCore)
         .and_then(|()| membarrier(MembarrierCommand::PrivateExpeditedSyncCore));

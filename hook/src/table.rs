@@ -115,7 +115,7 @@ impl HasTable for SubscriberTable {
     }
 }
 
-/// A guard that lets a thread read the table, from [`SubscriberTable::pass`].
+/// A guard that lets a thread read the table. [`SubscriberTable::pass`] creates the guard.
 #[derive(Debug)]
 pub struct TableReadGuard<'a> {
     table: &'a SubscriberTable,
@@ -263,7 +263,8 @@ pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
     issuer: TokenIssuer,
     shared: WipedOnFork<T>,
-    /// The thread that changes the table holds this lock.
+    /// The slots and the numbers of subscriptions. A thread holds this lock while it changes them
+    /// or the table.
     counts: Mutex<SubscriptionCounts>,
 }
 
@@ -296,8 +297,8 @@ impl<T: HasTable> Subscribers<T> {
         })
     }
 
-    /// Returns the value that hooks and other threads read. It contains the table, and a forked
-    /// child finds it zeroed.
+    /// Returns the value that hooks and other threads read. The value contains the table, and is
+    /// zeroed in a forked child.
     #[inline]
     pub fn shared(&self) -> &WipedOnFork<T> {
         &self.shared
@@ -378,8 +379,8 @@ impl<T: HasTable> Subscribers<T> {
     }
 }
 
-/// Returns the range of `len` bytes from `start`, the arguments of a system call. A range that is
-/// too long ends with the address space.
+/// Returns the range of `len` bytes from `start`. If these bytes would pass the end of the address
+/// space, the range ends there. Hooks call this function with the arguments of a system call.
 #[inline]
 pub fn clamped(start: u64, len: u64) -> AddressRange {
     let longest = (u64::MAX - start).saturating_add(1);

@@ -39,8 +39,9 @@ enum KnownInstruction {
     /// An instruction that may run twice: before the hook, and again in the trampoline's copy. The
     /// instruction does not change the value of an argument.
     Copied,
-    /// A branch that the trampoline leaves out. The function takes the branch only for arguments
-    /// that it refuses. Calls with such arguments never reach the hook.
+    /// A branch before the patch point, which the function takes only for arguments that it
+    /// refuses. A call with such arguments ends before it reaches the hook. So the trampoline's
+    /// copy leaves the branch out.
     Branch,
     MovX8(i64),
 }
@@ -284,7 +285,8 @@ mod tests {
         }
     }
 
-    /// ARM-03
+    /// ARM-03: the patch replaces an instruction after `bti c` or `paciasp`, and the trampoline
+    /// undoes `paciasp` before the hook.
     #[test]
     fn instruction_at_which_indirect_calls_arrive_stays() {
         let bti = decode(0, &entry(&[0xd503_245f, 0xd280_1ae8, SVC_0]), Some(215)).unwrap();
