@@ -42,16 +42,16 @@
 //! # The runtime
 //!
 //! `nrt_init` reserves the visible NeuronCores for this process. An application or its framework
-//! calls it once. The iface calls it at the first allocation, and only with
-//! [`Builder::start_runtime`] or `HMEM_NEURON_START_RUNTIME=1`. The runtime then stays initialised
-//! until the process ends.
+//! calls it once. If they have not done so at the first allocation, the iface calls `nrt_init`, but
+//! only with permission: [`Builder::start_runtime`] or `HMEM_NEURON_START_RUNTIME=1`. The runtime
+//! then stays initialised until the process ends.
 //!
 //! # References
 //! `nrt/nrt.h` and `nrt/nrt_status.h` of the package `aws-neuronx-runtime-lib`.
 //!
 //! # Limits
 //!
-//! It runs no models, and has no asynchronous copies. It has not been tested on a device.
+//! The iface runs no models, and has no asynchronous copies. It has not been tested on a device.
 
 mod causes;
 mod driver;

@@ -33,10 +33,10 @@
 //!
 //! # The device
 //!
-//! A process acquires one Gaudi device. SynapseAI numbers it 0, and so does the iface. The
-//! application or its framework acquires the device. The iface acquires it at the first allocation
-//! only if it is permitted, by [`Builder::start_runtime`] or `HMEM_SYNAPSEAI_START_RUNTIME=1`. The
-//! device then stays acquired until the process ends.
+//! A process acquires one Gaudi device. SynapseAI and the iface give this device the number 0. The
+//! application or its framework acquires the device. If they have not done so at the first
+//! allocation, the iface acquires a device, but only with permission: [`Builder::start_runtime`] or
+//! `HMEM_SYNAPSEAI_START_RUNTIME=1`. The device then stays acquired until the process ends.
 //!
 //! Close the iface ([`Announced::close`]) before `synDeviceRelease`. The buffer and the stream that
 //! the iface keeps for copies belong to the device. After the release, the runtime may reuse their
@@ -48,8 +48,8 @@
 //!
 //! # Limits
 //!
-//! It runs no graphs, and has no asynchronous copies. It refuses first-generation Gaudi, where
-//! device addresses can equal host addresses. It has not been tested on a device.
+//! The iface runs no graphs, and has no asynchronous copies. It refuses first-generation Gaudi,
+//! where device addresses can equal host addresses. It has not been tested on a device.
 
 mod causes;
 mod copy;
