@@ -342,7 +342,8 @@ impl HostRegistrar for DeviceAllocator {
 
 impl DeviceAllocator {
     /// Returns the context in which a range was page-locked. If the application has destroyed that
-    /// context, returns a context for page-locking.
+    /// context, returns the one that
+    /// [`work_context_for_host`](crate::context::PrimaryContexts::work_context_for_host) chooses.
     fn context_of(&self, locked: PageLockedRange) -> Result<WorkContext<'_>> {
         if let Some(device) = locked.device {
             return self.lookup.contexts.retain(device);

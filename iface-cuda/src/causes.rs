@@ -110,7 +110,8 @@ pub const CAUSES: &[RefusalCause] = &[
 mod tests {
     use super::*;
 
-    /// DIAG-03
+    /// DIAG-03: the remedy for a refused range of VMM memory names the first PyTorch release that
+    /// creates RDMA-capable memory, and the pointer attribute that shows this ability.
     #[test]
     fn vmm_range_remedy_names_the_pytorch_release_and_the_attribute_to_check() {
         let named = |rule: &&RefusalCause| rule.name == RefusalCause::VMM_RANGE.name;

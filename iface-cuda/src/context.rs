@@ -412,9 +412,9 @@ impl PrimaryContexts {
     /// Releases the primary context that [`Self::join`] retained for a device. The caller must
     /// remove the context from [`PrimaryContexts::retained`].
     ///
-    /// The hooks do not notify of this release if the iface has no allocation of the device. The
-    /// release then frees no registered memory: other code with memory in the context has retained
-    /// the context too, and the hooks notify when that code releases it.
+    /// If the iface has no allocation on the device, the hooks notify no subscriber of this
+    /// release. The release then frees no registered memory: other code with memory in the context
+    /// has retained the context too, and the hooks notify when that code releases it.
     fn drop_reference(&self, device: DeviceId) -> Result<()> {
         const CALL: &str = "cuDevicePrimaryCtxRelease_v2";
         let handle = self.driver.device(CALL, device)?.handle;

@@ -33,9 +33,9 @@ pub(crate) struct Exporter {
     pub(crate) segments: Segments,
     /// Records the contexts of exported memory, for later flushes of the NICs' writes.
     pub(crate) flusher: Arc<InboundFlusher>,
-    /// Subscriptions to notify of peer-memory exports of VMM memory. Registrations of such exports
-    /// must not be cached, since a hit could not detect that the driver ended the pinning. `None`
-    /// if hits rely on hooks.
+    /// Subscriptions to frees, which each export of VMM memory to a peer-memory client notifies.
+    /// The notification keeps the registration out of the cache, where a hit that compares mappings
+    /// could not detect that the driver has ended the pinning. `None` if hits rely on hooks.
     pub(crate) by_mappings: Option<Arc<FreeSubscriptions>>,
 }
 

@@ -45,9 +45,9 @@ struct ExportedMemory {
     limit: usize,
 }
 
-/// A context with its witnesses: the identities of exported memory, by address. The context exists
-/// while memory of a witness is allocated. A null `context` stands for no context: the witnesses
-/// are then memory that belongs to none.
+/// A context with its witnesses, the exported memory that belongs to the context: the identity of
+/// each witness by its address. The context exists while one of its witnesses is allocated. If
+/// `context` is null, the witnesses are exported memory that belongs to no context.
 #[derive(Debug)]
 struct WitnessedContext {
     context: CuContext,
@@ -73,7 +73,8 @@ impl ExportedMemory {
         self.contexts.iter().map(|noted| noted.witnesses.len()).sum()
     }
 
-    /// Removes the witnesses of freed memory (`is_dead`), and contexts without witnesses.
+    /// Removes each witness for which `is_dead` returns true: its memory was freed. Also removes
+    /// the contexts that have no witness left.
     fn purge(&mut self, mut is_dead: impl FnMut(Address, AllocationId, CuContext) -> bool) {
         self.contexts.retain_mut(|WitnessedContext { context, witnesses }| {
             witnesses.retain(|address, id| !is_dead(Address(*address), *id, *context));

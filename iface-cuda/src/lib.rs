@@ -64,8 +64,9 @@
 //!
 //! No call needs a current context on the calling thread, unless the driver needs one for queries.
 //! Each call leaves the thread's context as it was. A device's primary context is created only if
-//! the call needs one and no other context serves. "Active" below means that the process has the
-//! primary context already.
+//! the call needs one and no other context serves. Each kind of call uses the contexts below. An
+//! "active" primary context is one that the process already has. "The thread's" context is the one
+//! that is current on the calling thread.
 //!
 //! - **Allocating, opening memory of another process**: the primary context. It stays retained
 //!   until the iface closes, unless the call fails.
@@ -95,9 +96,10 @@
 //! Registering does not allocate a test page on a device whose primary context is not active
 //! ([`Allocator::is_device_active`](hmem_core::iface::Allocator::is_device_active)).
 //!
-//! The thread's context is used for memory of its device only. A context is released when the last
-//! call that uses it ends. The driver destroys it if no other part of the process retains it. No
-//! cached registration is invalidated by this.
+//! The thread's context is used for memory of its device only. A primary context that does not stay
+//! retained is released when the last call that uses it ends. The driver destroys the context if no
+//! other part of the process retains it. Neither the release nor the destruction invalidates a
+//! cached registration.
 //!
 //! # Limits of this crate
 //!

@@ -113,7 +113,8 @@ impl HostKinds {
 pub(crate) enum Liveness {
     Alive,
     Dead,
-    /// The driver answers only in a context, and the lookup found no context that it accepts.
+    /// The driver answers only in a context, and the lookup found no context that the driver
+    /// accepts.
     Unknown,
 }
 
@@ -135,7 +136,8 @@ impl PointerLookup {
     /// returns INVALID_VALUE for every address that is not CUDA memory.
     ///
     /// # Errors
-    /// Unsupported if the driver cannot return the range of the allocation at an address.
+    /// - Unsupported if the driver cannot return the range of the allocation at an address.
+    /// - Otherwise the error of the driver.
     pub(crate) fn new(contexts: PrimaryContexts) -> Result<Self> {
         let (known, host_kinds) =
             (AtomicU32::new(0), HostKinds([const { AtomicU64::new(0) }; HostKinds::SLOTS]));

@@ -126,13 +126,14 @@ struct Mapping {
 }
 
 impl MappedMemory {
-    /// Retains the memory that is mapped in a range. Returns `None` if a part of the range has no
-    /// memory with a handle. The range must not be empty.
+    /// Retains the memory that is mapped in a range. Returns `None` if a part of the range is not
+    /// mapped, or its memory has no handle. The range must not be empty.
     pub(crate) fn retain(lookup: &PointerLookup, range: AddressRange) -> Result<Option<Self>> {
         lookup.in_any_context(|| Self::retain_here(lookup, range))
     }
 
-    /// Like [`Self::retain`], in the calling thread's context.
+    /// Like [`Self::retain`], but makes the driver calls only in the context that is current on the
+    /// calling thread.
     fn retain_here(lookup: &PointerLookup, range: AddressRange) -> Result<Option<Self>> {
         let functions = &lookup.driver().functions;
         let mut mappings = Vec::new();

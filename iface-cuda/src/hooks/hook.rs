@@ -84,7 +84,7 @@ macro_rules! hooks {
     ($($number:literal)+) => { [$(hook::<$number>),+] };
 }
 
-/// Hook of each [`Function`].
+/// Hooks of all functions, in the order of [`Function::ALL`].
 static HOOKS: [Call; Function::ALL.len()] =
     hooks!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23);
 
