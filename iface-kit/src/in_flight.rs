@@ -79,7 +79,8 @@ mod tests {
 
     use super::*;
 
-    /// A copy that ends when it is asked for the second time, and then fails.
+    /// A failed copy: [`DeviceCopy::has_ended`] returns true from the second call on, and
+    /// [`DeviceCopy::finish`] returns an error.
     #[derive(Debug, Default)]
     struct Failing {
         asked: AtomicUsize,

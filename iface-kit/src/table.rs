@@ -29,7 +29,8 @@ pub struct OwnedMemory<M> {
     pub memory: M,
 }
 
-/// Objects of VMM memory that an iface has not released yet. The driver may refuse each release.
+/// Objects of VMM memory that an iface has not released yet. The iface releases them one by one,
+/// and the driver may refuse each release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmmObjects {
     /// The mapping, the reservation of addresses and the handle of the physical memory.
@@ -95,9 +96,9 @@ impl<M> Owned<M> {
         Ok(with(&mut live.memory))
     }
 
-    /// Removes an allocation, so that only one of two threads that release it calls the driver. A
-    /// newer allocation at the same address stays. `imported` is true for `ipc_close`, and false
-    /// for `free`.
+    /// Removes an allocation. If two threads release the same allocation, this method succeeds for
+    /// one of them, so that only this thread calls the driver. A newer allocation at the same
+    /// address stays. `imported` is true for `ipc_close`, and false for `free`.
     ///
     /// # Errors
     /// InvalidArgument if the allocation is not in the table, or if `imported` differs from its
@@ -129,7 +130,8 @@ impl<O> Drop for Owned<O> {
     }
 }
 
-/// Returns the error for an allocation that an iface does not have to release.
+/// Returns the error for a call with an allocation that is not in the iface's table: the allocation
+/// was released before, or the application allocated it.
 #[must_use]
 pub fn not_live(iface: IfaceKind, operation: &'static str, allocation: &Allocation) -> Error {
     Error::new(ErrorKind::InvalidArgument, operation)
