@@ -2,8 +2,8 @@
 //!
 //! A device's copy engine accesses memory of that device, and host memory that this iface allocated
 //! or page-locked. Other host memory, and memory of another device, is copied through a buffer of
-//! this crate. Page-locking the application's memory for a copy would interfere with its own
-//! page-locking.
+//! this crate. Page-locking the application's memory for a copy would interfere with page-locking
+//! by the application.
 //!
 //! Copies are not ordered after work of the application: the application waits for its own work
 //! that writes the source.

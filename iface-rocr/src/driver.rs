@@ -21,7 +21,8 @@ pub(crate) struct Runtime {
     pub(crate) devices: Vec<DeviceEntry>,
     /// CPUs that the runtime listed.
     cpus: Vec<Agent>,
-    /// The first CPU and its memory pool. Every agent can get access to memory of the pool.
+    /// The first CPU and its memory pool. Every agent can get access to memory of the pool. `None`
+    /// if the runtime lists no CPU, or no pool of that CPU allows allocations.
     pub(crate) host: Option<(Agent, MemoryPool)>,
     /// False if the runtime reports that it exports no dma-bufs. True also for a runtime that is
     /// too old to report this.
@@ -344,7 +345,8 @@ fn supports(functions: &Functions, attribute: Attribute<u8>) -> Result<Option<bo
 mod tests {
     use super::*;
 
-    /// DIAG-03
+    /// DIAG-03: the remedy for a runtime that does not start depends on the error of opening
+    /// `/dev/kfd`.
     #[test]
     fn absent_and_forbidden_drivers_have_their_own_remedies() {
         assert!(no_driver(Some(io::ErrorKind::PermissionDenied)).contains("group `render`"));

@@ -32,26 +32,30 @@
 //!
 //! # Kinds of memory
 //!
+//! Kinds of memory, with the path to a NIC:
+//!
 //! - Pools of a GPU, coarse- and fine-grained (`hsa_amd_memory_pool_allocate`, `hipMalloc`): device
-//!   memory. Dma-bufs, or peer memory.
-//! - Pools of a CPU (`hipHostMalloc`): page-locked host memory. Host pages.
+//!   memory, which NICs reach by dma-buf or peer memory.
+//! - Pools of a CPU (`hipHostMalloc`): page-locked host memory, registered as host pages.
 //! - Locked host memory (`hsa_amd_memory_lock`, `hipHostRegister`): pages of the application,
 //!   registered and monitored as system memory.
-//! - Reserved addresses (`hsa_amd_vmem_*`): virtual memory. This iface exports its own virtual
-//!   memory by its handle and never caches it. Virtual memory of the application is refused with an
-//!   error that says so, since the runtime does not report its first address.
-//! - Memory of another process: tried as a dma-buf or peer memory. Only memory that this iface
-//!   opened is cached, until `ipc_close`.
+//! - Reserved addresses (`hsa_amd_vmem_*`): VMM memory. The iface exports VMM memory that it
+//!   allocated by the handle of the physical memory, and registrations are never cached. VMM memory
+//!   of the application is refused with an error that says so, since the runtime does not report
+//!   the first address of this memory.
+//! - Memory of another process: the iface tries an export as dma-buf or peer memory. The export may
+//!   fail. Registrations are cached only if this iface opened the memory, and until `ipc_close`.
 //! - Managed memory (`hipMallocManaged`) is host pages with attributes, which the runtime's lookup
 //!   does not know. It is system memory.
 //!
 //! # Identities
 //!
-//! The runtime has no identities. The iface assigns one to a pool allocation at its first lookup,
-//! and registers one deallocation callback for it. The callback ends the identity and invalidates
-//! cached registrations. Callbacks are not deregistered, since that would also remove those of
-//! another iface in the process. A callback after the iface was closed does nothing. With a runtime
-//! without deallocation callbacks, the iface has no identities and no monitor.
+//! The runtime has no identities. At the first lookup of a pool allocation, the iface assigns an
+//! identity to the allocation, and registers one deallocation callback. The callback ends the
+//! identity and invalidates cached registrations. The iface never deregisters a callback, since
+//! that would also remove the callbacks of another iface in the process. A callback after the iface
+//! was closed does nothing. If the runtime has no deallocation callbacks, the iface has no
+//! identities and no monitor.
 //!
 //! # Limits of this crate
 //!

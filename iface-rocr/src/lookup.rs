@@ -28,8 +28,8 @@ pub(crate) struct Lookup {
 
 impl Lookup {
     /// Returns the allocation that contains an address. Returns `None` if the runtime does not know
-    /// the address, or if the address lies behind the requested length of an allocation of this
-    /// iface.
+    /// the address, or if the address lies in an allocation of this iface, but past the length that
+    /// was requested.
     ///
     /// # Errors
     /// - Unsupported for VMM memory of the application, and for the address at which devices access

@@ -171,9 +171,10 @@ impl AllocationTable {
         (entry.origin != RocrOrigin::Foreign).then_some((allocation, entry.origin))
     }
 
-    /// Ends the iface's ownership of an allocation and returns its origin, so that only one of two
-    /// threads that free it calls the runtime. If the allocation has no callback, also removes its
-    /// entry and notifies its subscribers.
+    /// Ends the iface's ownership of an allocation and returns its origin. If two threads free the
+    /// same allocation, this method succeeds for one of them, so that only this thread calls the
+    /// runtime. If the allocation has no callback, also removes its entry and notifies its
+    /// subscribers.
     ///
     /// # Errors
     /// InvalidArgument if the allocation does not belong to this iface, or was passed to the wrong
