@@ -144,7 +144,8 @@ mod tests {
         });
     }
 
-    /// HM-10
+    /// HM-10: the range in a handle must not be empty, and must end at or below `i64::MAX`, the
+    /// maximum size of a file.
     #[test]
     fn handle_of_an_impossible_range_is_malformed() {
         for (offset, len, possible) in

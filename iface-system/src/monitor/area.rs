@@ -43,12 +43,12 @@ pub(crate) struct Area {
     /// Address one past the last byte of the mapping.
     pub(crate) end: u64,
     pub(crate) kind: MappingKind,
-    /// Page size of the mapping in bytes, a power of two. If the kernel does not report it, that of
-    /// anonymous huge pages is the largest one with which the mapping can begin and end where it
-    /// does, and that of all other mappings is the base page size.
+    /// Page size of the mapping in bytes, a power of two. If the kernel does not report the size,
+    /// the value for anonymous huge pages is the largest power of two that divides both `start` and
+    /// `end`. The value for all other mappings is then the base page size.
     pub(crate) page_size: u64,
-    /// False if the kernel does not report the size of these huge pages. They may then be smaller
-    /// than `page_size`.
+    /// False for anonymous huge pages whose size the kernel does not report. These pages may be
+    /// smaller than `page_size`.
     pub(crate) is_page_size_known: bool,
     name: [u8; NAME],
     name_len: usize,
@@ -346,10 +346,9 @@ mod tests {
         }
     }
 
-    /// ARM-02
-    ///
-    /// The text of `maps` has no page size. A page of the assumed size around any address of the
-    /// mapping lies in the mapping, and contains the real page.
+    /// ARM-02: the text of `/proc/self/maps` does not state the size of huge pages. The test checks
+    /// the size that is assumed: a page of this size around any address of the mapping lies in the
+    /// mapping, and contains the real page.
     #[test]
     fn huge_page_of_unknown_size_is_not_larger_than_its_mapping() {
         let anonymous = "rw-p 00000000 00:0f 21 /anon_hugepage (deleted)";

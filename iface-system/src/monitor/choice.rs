@@ -309,7 +309,8 @@ mod tests {
         Error::new(ErrorKind::Unsupported, what).remedy("try another machine")
     }
 
-    /// MON-04
+    /// MON-04: the choice names the monitor in use, or `none`, and contains the error of each
+    /// monitor that did not start.
     #[test]
     fn auto_reports_its_choice_and_each_refusal() {
         let none = SystemMonitor::best(Err(no("hooks")), Err(no("uffd")));

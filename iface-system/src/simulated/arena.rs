@@ -33,7 +33,7 @@ use crate::sys;
 const STAMP_BYTES: u64 = 32 << 10;
 
 /// Number of extents in [`FileArena::quarantine`] at which the arena checks if a process still has
-/// an exported fd of the file open or mapped.
+/// an exported fd of the file open or mapped. The number is multiplied by [`FileArena::probes`].
 const QUARANTINE: usize = 256;
 
 /// An arena's memory file, with the mapping through which the copy engine accesses it. Copies in
@@ -127,8 +127,9 @@ struct FileArena {
     quarantine: Vec<(u64, u64)>,
     /// True once an fd of the file was exported.
     exported: bool,
-    /// 1, plus the number of consecutive calls of `release_quarantine` that found an exported fd
-    /// still in use. The larger the value, the rarer the calls.
+    /// Back-off for `release_quarantine`: the function is called when the quarantine has
+    /// `QUARANTINE * probes` extents, or no extent of the arena is in use. The value is 1, plus the
+    /// number of calls in succession that freed nothing because an exported fd was still in use.
     probes: usize,
     /// Indices of words in the file's header that were in use and are free again.
     free_stamps: Vec<u16>,

@@ -238,8 +238,8 @@ impl EngineState {
 
 struct QueuedCopyEvent {
     done: Arc<CopyOutcome>,
-    /// With [`Stepping::ByHand`], the engine whose queued copies `wait` runs. `None` if an engine
-    /// thread runs the copies.
+    /// The engine of the copy if [`Stepping::ByHand`] is set: `wait` then runs the engine's queued
+    /// copies. `None` if an engine thread runs the copies.
     engine: Option<Arc<EngineState>>,
 }
 

@@ -1,8 +1,9 @@
 //! Opens allocations of other processes.
 //!
-//! A handle names the owner's memory file and the word of its header that holds the allocation's
-//! identity while it lives. The opening process verifies both, so that neither a reused fd number
-//! nor a reused range of the file is mistaken for the allocation.
+//! A handle names the owner's memory file, and a word in the header of that file. The word holds
+//! the allocation's identity until the allocation is freed. The opening process verifies the file
+//! and the identity, so that neither a reused fd number nor a reused range of the file is mistaken
+//! for the allocation.
 
 #![allow(unsafe_code, reason = "implements the trait, with an unsafe close")]
 

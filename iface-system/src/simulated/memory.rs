@@ -49,9 +49,10 @@ pub(crate) struct SimulatedState {
     pub(crate) arenas: FileArenas,
     pub(crate) addresses: AddressSpace,
     writer: TableWriter,
-    /// The live allocations, each under the number of its entry in the page table.
+    /// The live allocations. The index of an allocation is the number of its entry in the page
+    /// table.
     pub(crate) records: Vec<Option<SimulatedAllocation>>,
-    /// The numbers of the free entries, which are below `records.len()`.
+    /// The numbers below `records.len()` whose entries are free.
     free_numbers: Vec<u32>,
     /// Identity of the next allocation.
     next_id: u64,

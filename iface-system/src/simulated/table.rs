@@ -1,18 +1,19 @@
 //! Lookup of allocations by address: a page table that is read without locks.
 //!
 //! The window of addresses is divided into pages, and consecutive pages form blocks. A block has as
-//! many pages as a page has slots (1,024 with pages of 4 KiB), so that the slots of an empty block
-//! can be returned to the kernel. If one allocation covers a whole block, the block has one slot.
-//! Otherwise each of its pages has a slot. A slot holds the index of an [`AllocationEntry`], or 0,
-//! the index of an entry that is never written. Slots and entries lie in arrays that use memory
-//! only where they are written. So a lookup loads two slots independently of each other, and then
-//! the entry.
+//! many pages as slots fit into one page of memory (1,024 with pages of 4 KiB), so that the slots
+//! of an empty block can be returned to the kernel. If one allocation covers a whole block, the
+//! block has one slot. Otherwise each of its pages has a slot. A slot holds the index of an
+//! [`AllocationEntry`], or 0, the index of an entry that is never written. Slots and entries lie in
+//! arrays that use memory only where they are written. So a lookup loads two slots independently of
+//! each other, and then the entry.
 //!
-//! Entries are type-stable: a freed entry is reused, and never unmapped. Its identity is also the
-//! sequence number of a seqlock: it is 0 while the fields change, and no identity occurs twice. A
-//! reader that sees the same identity before and after has consistent fields. A reader that sees
-//! two identities has raced with the free of the allocation, and may return `None`, because at some
-//! moment of the lookup there was no allocation. No reader ever waits.
+//! Entries are type-stable: a freed entry is reused, and never unmapped. The identity in an entry
+//! is also the sequence number of a seqlock: it is 0 while the fields change, and no identity
+//! occurs twice. If a reader sees the same identity before and after it reads the other fields,
+//! these are consistent. A reader that sees two identities has raced with the free of the
+//! allocation, and may return `None`, because at some moment of the lookup there was no allocation.
+//! No reader ever waits.
 
 #![allow(unsafe_code, reason = "arrays of zeroed elements")]
 
@@ -70,7 +71,8 @@ pub(crate) struct PageTable {
 pub(crate) struct TableWriter {
     /// The number of pages of each block that belong to an allocation.
     used_pages: Vec<u16>,
-    /// The block that became empty last. The kernel still holds memory for its slots.
+    /// The block that became empty last, of the blocks whose pages had slots of their own. The
+    /// memory of these slots was not returned to the kernel yet.
     emptied: Option<usize>,
 }
 
@@ -275,7 +277,7 @@ const fn block_shift(page_shift: u32) -> u32 {
 }
 
 /// Returns the allocation kind whose number in the enum is `code`, as entries and IPC handles store
-/// it.
+/// the kind. Returns `Device` for an unknown number.
 #[inline]
 pub(crate) fn kind_of(code: u8) -> AllocationKind {
     match code {
@@ -326,7 +328,7 @@ mod tests {
         assert_eq!(table.lookup(first.base()), None);
     }
 
-    /// ARM-02
+    /// ARM-02: the table refuses a page size that is no power of two, or is too small or too large.
     #[test]
     fn page_size_that_the_table_cannot_have_is_refused() {
         let window = AddressRange::new(Address(1 << 30), 64 << 20).unwrap();

@@ -57,8 +57,8 @@ struct AnnouncedCall {
     read: AtomicU64,
 }
 
-/// Length of one pause of a hooked call that waits, before it returns, until threads have compared
-/// the events that they read with its announcement.
+/// Length of one pause of a hooked call. Before the call returns, it pauses until every thread that
+/// has read events has compared them with the call's announcement.
 const PAUSE: Duration = Duration::from_micros(20);
 
 /// Maximum number of pauses of a hooked call. A thread that compares events later may treat the

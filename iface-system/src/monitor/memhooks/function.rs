@@ -383,10 +383,9 @@ mod tests {
         );
     }
 
-    /// MON-02
-    ///
-    /// The list of advices is that of `announced_advices_are_those_that_raise_events`, which asks
-    /// the kernel.
+    /// MON-02: a hooked call is announced only if it is a call of `madvise` whose advice raises a
+    /// userfaultfd event. `announced_advices_are_those_that_raise_events` compares the advices with
+    /// those for which the kernel raises an event.
     #[test]
     fn only_calls_that_raise_events_are_announced() {
         let announced = |function: Function, advice: usize| {
@@ -405,7 +404,8 @@ mod tests {
         assert!(Function::Madvise.range_of_events(&nothing, &affected).is_none());
     }
 
-    /// ARM-02
+    /// ARM-02: if the size of the huge pages is not known, the pages that a shrinking `mremap`
+    /// unmaps are not known either. So the whole old range counts as affected.
     #[test]
     fn shrunk_mapping_of_huge_pages_of_unknown_size_is_affected_whole() {
         const MIB: usize = 1 << 20;

@@ -1,9 +1,9 @@
 //! The budget of mappings: the mappings of the process that its userfaultfd monitors may use.
 //!
 //! A watched range is *separate* if it touches no other watched range. The kernel keeps each
-//! separate range in a mapping of its own. It allows a process `vm.max_map_count` mappings, which
-//! the application needs too. So the monitors use only a small part of them. They also refuse
-//! ranges if the whole process comes near the limit.
+//! separate range in a mapping of its own. The kernel allows a process `vm.max_map_count` mappings,
+//! which the application needs too. So the monitors use only a small part of these mappings, and
+//! refuse ranges if the whole process comes near the limit.
 //!
 //! The limit applies to the whole process. So all monitors of a process count their ranges
 //! together. The count starts at zero in a forked child.
@@ -34,7 +34,8 @@ const SPARE: usize = 64;
 /// value.
 const DEFAULT: usize = 65_530;
 
-/// The minimum number of newly watched ranges after which the process's mappings are counted again.
+/// The minimum number of calls of [`Budget::reserve`] between two counts of the process's mappings,
+/// if the process is not near the limit.
 const BETWEEN_COUNTS: usize = 1024;
 
 /// The number of refused ranges after which the process's mappings are counted again. The monitor
@@ -66,8 +67,9 @@ pub(super) struct Budget {
     all: &'static AtomicUsize,
     /// The number of separate (not adjacent) ranges that this monitor watches.
     own: usize,
-    /// The number of calls of [`Budget::reserve`] for another range, refused or not, after which
-    /// the process's mappings are counted again.
+    /// The number of calls of [`Budget::reserve`] that are left until the next count of the
+    /// process's mappings. Calls that ask for no further range or fail with [`Unwatched::Share`] do
+    /// not change the number.
     until_count: usize,
     /// True if the last count found that the process had few mappings left, or if the kernel has
     /// refused a mapping since.
@@ -93,7 +95,7 @@ impl Budget {
     }
 
     /// Reserves mappings, so that this monitor may watch `own` separate ranges in total. Always
-    /// succeeds if it watches as many ranges already.
+    /// succeeds if the monitor already watches as many ranges.
     ///
     /// # Errors
     /// - [`Unwatched::Share`]: the process's monitors would exceed their share.
@@ -175,7 +177,8 @@ mod tests {
         Budget { limit, all, own: 0, until_count: 0, crowded: false }
     }
 
-    /// Gives the process more than 34 mappings. The kernel does not merge shared ones.
+    /// Creates shared mappings, so that the process has more than 34 mappings: too many for a
+    /// budget whose limit is 32. The kernel does not merge shared mappings.
     fn more_mappings_than_34() -> Vec<Mapping> {
         let map = |_| {
             let access = ProtFlags::READ;
@@ -201,7 +204,8 @@ mod tests {
         assert_eq!(budget(32, &ALL).reserve(1), Err(Unwatched::Process));
     }
 
-    /// MON-10
+    /// MON-10: after 64 refusals for lack of mappings, a monitor counts the mappings again, and so
+    /// finds out that the process has freed some.
     #[test]
     fn mappings_are_counted_again_after_64_refusals() {
         static ALL: AtomicUsize = AtomicUsize::new(0);
@@ -221,7 +225,8 @@ mod tests {
         assert_eq!((0..10_000).take_while(|_| refused(&mut budget)).count(), 64);
     }
 
-    /// MON-10
+    /// MON-10: the limit on watched ranges applies to all monitors together. A monitor that watches
+    /// fewer ranges leaves the difference to the others.
     #[test]
     fn monitors_share_one_budget_and_return_their_part() {
         static ALL: AtomicUsize = AtomicUsize::new(0);

@@ -49,7 +49,8 @@ pub(super) struct Discards {
     /// The range and the number of each pending discard, oldest first.
     pending: Vec<(Range<u64>, u64)>,
     /// For each thread id, the value of `last` when the thread was last seen outside calls that
-    /// discard memory. The calls of discards up to this number have ended there.
+    /// discard memory. If this thread made the call of a discard up to that number, the call has
+    /// returned.
     outside: HashMap<u32, u64>,
 }
 
@@ -76,13 +77,14 @@ impl Discards {
         }
     }
 
-    /// Returns true if no recorded discard may still be in progress.
+    /// Returns true if no discard is pending.
     pub(super) fn is_empty(&self) -> bool {
         self.pending.is_empty()
     }
 
-    /// Returns true if no discard of pages of `range` may still be in progress. To find out if a
-    /// call of `madvise` has returned, examines the threads of the process.
+    /// Returns true if no pending discard contains pages of `range`. If one does, examines the
+    /// threads of the process up to [`LOOKS`] times, to find out if its call of `madvise` has
+    /// returned.
     pub(super) fn settled(&mut self, range: &Range<u64>) -> bool {
         for _ in 0..LOOKS {
             let touches = |(pending, _): &(Range<u64>, u64)| {

@@ -16,7 +16,7 @@
 //! # Discards
 //!
 //! `madvise` discards the pages after its event was read. The monitor refuses subscriptions of the
-//! range until the call has returned, so that it is not cached (`discards.rs`).
+//! range until the call has returned, so that the range is not cached (`discards.rs`).
 //!
 //! # Mappings
 //!

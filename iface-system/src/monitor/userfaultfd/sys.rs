@@ -329,7 +329,8 @@ mod tests {
         assert_eq!(std::mem::offset_of!(UffdMessage, words), 8);
     }
 
-    /// MON-02
+    /// MON-02: if the kernel refuses to open a userfaultfd, the error names the cause: a seccomp
+    /// filter, a sysctl, a security module, or a kernel without userfaultfd.
     #[test]
     fn a_refusal_names_kernel_sysctl_or_seccomp() {
         let (kind, why, remedy) = cause(Errno::PERM, false, true);
