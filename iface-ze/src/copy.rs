@@ -2,8 +2,8 @@
 //!
 //! Each copy by a device runs on a [`Lane`] of its own. The device accesses its own memory and host
 //! memory of its driver only. Other host memory is copied through the lane's buffer, since a device
-//! may not be able to access that memory. An asynchronous copy ends before its start returns if
-//! both sides are on different devices, or if the bytes do not fit into the buffer.
+//! may not be able to access that memory. The call that starts an asynchronous copy waits for its
+//! end if the two sides are on different devices, or if the bytes do not fit into the buffer.
 //!
 //! No lane is ordered after the queues of the application: the application waits for its own work
 //! that writes the source.

@@ -158,8 +158,9 @@ impl Exporter {
     }
 }
 
-/// An fd that the driver returned for an export, after the check that the fd is a dma-buf. The
-/// driver owns the fd. If the driver opens an fd for each export, this process owns the fd instead.
+/// An fd that the driver returned for an export, and that was found to be a dma-buf. A driver that
+/// keeps one fd for each allocation owns the fd. If the driver opens a new fd for each export, this
+/// process owns the fd.
 struct Exported {
     fd: c_int,
     /// Identity of the exported allocation, which the driver assigns.

@@ -38,11 +38,11 @@
 //!
 //! # Kinds of memory
 //!
-//! - `zeMemAllocDevice`: a dma-buf. The iface allocates it with `ze_external_memory_export_desc_t`.
-//!   Memory that the application allocated without that description is exported if the driver
-//!   supports it. Small allocations without that description may come from a pool of the driver.
-//!   They are neither exported nor cached: no call returns their place in the pool, and all have
-//!   the identity of the pool.
+//! - `zeMemAllocDevice`: a dma-buf. The iface allocates such memory with
+//!   `ze_external_memory_export_desc_t`. Memory that the application allocated without that
+//!   description is exported if the driver supports the export. Small allocations without that
+//!   description may come from a pool of the driver. They are neither exported nor cached: no call
+//!   returns their place in the pool, and all have the identity of the pool.
 //! - `zeMemAllocHost`: host pages.
 //! - `zeMemAllocShared`: host pages. It migrates between host and device, and is never registered
 //!   as device memory.
