@@ -1,9 +1,9 @@
 //! An arena: memory that only ever stores values of one type, so that an outdated index still
-//! refers to a valid value.
+//! refers to a valid value of that type.
 //!
-//! An arena reserves an address range for its largest size at once, and makes pages accessible as
-//! it grows. So values never move, and one addition turns an index into a reference. The arena
-//! unmaps its memory when it is dropped.
+//! A new arena reserves the addresses for its full capacity. It makes their pages accessible as it
+//! grows. So values never move, and one addition turns an index into a reference. The arena unmaps
+//! its memory when it is dropped.
 
 #![allow(unsafe_code, reason = "maps entries that lookups share without a lock")]
 
@@ -12,8 +12,8 @@ pub(super) use self::mapped::Arena;
 #[cfg(loom)]
 pub(super) use self::modelled::Arena;
 
-/// A type for which zeroed memory is a valid value. In loom's models, which allocate values one by
-/// one, `Default` creates this value.
+/// A type for which zeroed memory is a valid value. The arena of loom's models does not use zeroed
+/// memory: it creates each value by `Default`.
 ///
 /// # Safety
 /// All bytes zero must be a valid value, and the type must need no drop.
@@ -40,8 +40,9 @@ mod mapped {
     /// An arena with a fixed capacity. Users of the arena treat index 0 as "none".
     pub(in crate::cache) struct Arena<T> {
         base: NonNull<T>,
-        /// A pointer that lies as many values before `base` as the tag says. This pointer plus a
-        /// tagged index is the address of the value with that index.
+        /// A pointer to the address `tag` values before `base`, for the tag that [`Arena::tag`]
+        /// sets (0 by default). This pointer plus a tagged index is the address of the value with
+        /// that index.
         tagged: *const T,
         /// The reserved addresses, from `base` on.
         mapping: Mapping,
@@ -75,7 +76,8 @@ mod mapped {
             Ok(Self { base, tagged: base.as_ptr(), mapping, usable: AtomicUsize::new(0) })
         }
 
-        /// Sets the tag: bits above those of every index. A tagged index is an index plus the tag.
+        /// Sets the tag, a number that has only bits above those of every index. A tagged index is
+        /// the sum of an index and the tag.
         pub(in crate::cache) fn tag(mut self, tag: u32) -> Self {
             self.tagged = self.base.as_ptr().wrapping_sub(tag as usize);
             self
@@ -136,8 +138,8 @@ mod mapped {
             ((ptr::from_ref(value).addr() - self.base.addr().get()) / size_of::<T>()) as u32
         }
 
-        /// Lets the kernel reclaim the pages of a value. The value must fill whole pages, and all
-        /// its bytes must be zero.
+        /// Lets the kernel reclaim the pages of the value with this index. The value must fill
+        /// whole pages, and all its bytes must be zero.
         pub(in crate::cache) fn release_pages(&self, index: u32) {
             let place = self.base.as_ptr().wrapping_add(index as usize).cast();
             // SAFETY: the pages belong to the arena, and read as zeroes before and after.
@@ -172,7 +174,7 @@ mod modelled {
     use super::Zeroed;
     use crate::Result;
 
-    /// The values, and the tag.
+    /// The arena of loom's models: its values, and the tag of its tagged indices.
     #[derive(Debug)]
     pub(in crate::cache) struct Arena<T>(Vec<T>, u32);
 

@@ -45,8 +45,8 @@ pub trait CacheBackend: Send + Sync + 'static {
 
     /// Returns true if each hit must call [`CacheBackend::is_current`]. The cache calls this once
     /// for each watch, before it registers the memory. The default is false, for a backend that
-    /// reports every change to the invalidator. A backend that overrides one of the two methods
-    /// must override both.
+    /// reports every change to the invalidator. A backend that overrides this method must also
+    /// override [`CacheBackend::is_current`], and the reverse.
     fn needs_validation(&self, _watch: &Self::Watch) -> bool {
         false
     }
@@ -74,9 +74,10 @@ pub trait CacheBackend: Send + Sync + 'static {
     ///
     /// # Errors
     /// On `OutOfResources` the cache deregisters all regions without leases and waits for
-    /// deregistrations in flight. If this ended any registration, the cache retries once, except in
-    /// a forked child. If a merged key still fails, the cache registers the caller's own range.
-    /// Otherwise the caller of [`Cache::register`](super::Cache::register) gets the error.
+    /// deregistrations in flight. If that ended any registration, the cache calls this method once
+    /// more, except in a forked child. If the registration of a merged key still fails, the cache
+    /// registers the caller's own range. Otherwise the caller of
+    /// [`Cache::register`](super::Cache::register) gets the error.
     fn register(
         &self,
         key: &Key,

@@ -15,8 +15,8 @@ use crate::{
     monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, TokenIssuer},
 };
 
-/// The number of entries that a cache may have beyond its limit: invalidated entries that are not
-/// freed yet.
+/// The number of entries for which a cache has memory beyond its limit. Invalidated entries use
+/// this memory until they are freed, because the limit does not count them.
 #[cfg(not(loom))]
 const SPARE_ENTRIES: usize = 4096;
 #[cfg(loom)]
@@ -41,8 +41,9 @@ pub(super) struct CacheCore<S: CacheBackend> {
     pub(super) active_invalidations: CachePadded<ActiveInvalidations>,
     pub(super) state: CachePadded<Mutex<LockedState<S>>>,
     pub(super) in_flight: CachePadded<InFlightCounter>,
-    /// Notified when a registration ends for which a thread waits, and when deregistrations end for
-    /// which a thread or a callback waits. Threads wait with the lock of `state`.
+    /// A condition variable, used with the lock of `state`. Notified when a registration for which
+    /// a thread waits has ended, and when deregistrations have ended while a thread or a callback
+    /// waits for deregistrations.
     pub(super) ended: Condvar,
     pub(super) counters: CachePadded<Counters>,
     pub(super) waker: Waker,
@@ -66,8 +67,8 @@ pub(super) struct MissState {
     pub(super) failures: HashMap<u32, Error>,
 }
 
-/// Statistics that threads update without the lock. The fields without a comment are those of
-/// [`CacheStatistics`](super::CacheStatistics).
+/// Statistics that threads update without the lock. A field without a comment counts for the field
+/// of the same name in [`CacheStatistics`](super::CacheStatistics).
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     /// The number of lookups that missed at first and hit later: after a wait for another thread's
@@ -76,7 +77,8 @@ pub(super) struct Counters {
     pub(super) uncached: AtomicU64,
     pub(super) failures: AtomicU64,
     pub(super) merged: AtomicU64,
-    /// The number of entries invalidated by each cause, by the number of the cause.
+    /// The number of entries that each cause invalidated, by the position of the cause in
+    /// [`InvalidationCause::ALL`].
     pub(super) invalidations: [AtomicU64; InvalidationCause::ALL.len()],
 }
 
@@ -152,9 +154,10 @@ impl<S: CacheBackend> CacheCore<S> {
         self.active_invalidations.end(slot);
     }
 
-    /// Adds an invalidation of the addresses from `start` to `last` to those in progress, issues a
-    /// fence, and returns the slot of the invalidation. The caller must then invalidate the entries
-    /// that overlap the addresses, and end the invalidation in that slot.
+    /// Publishes an invalidation of the addresses from `start` to `last`, so that new entries at
+    /// these addresses are invalidated too. Issues a fence, and returns the invalidation's slot.
+    /// The caller must then invalidate the entries that overlap the addresses, and end the
+    /// invalidation in that slot.
     fn publish(&self, start: u64, last: u64, cause: InvalidationCause) -> u32 {
         let slot = self.active_invalidations.begin(start, last, cause);
         fence_after_exchange();
@@ -162,6 +165,9 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Begins an invalidation of the pages that contain a byte of the range, and returns its slot.
+    /// Invalidates the entries that overlap these pages. New entries are invalidated too until the
+    /// invalidation ends. An empty range affects only new entries, of the page in which the range
+    /// starts.
     fn start_invalidation(&self, range: AddressRange, cause: InvalidationCause) -> u32 {
         let (start, last) = whole_pages(range);
         let slot = self.publish(start, last, cause);

@@ -16,11 +16,11 @@ const FENCED: u64 = 1;
 const CLOSED_PERMANENTLY: u64 = 2;
 /// The amount by which each [`Gate::close`] increases the gate's word.
 const CLOSE: u64 = 4;
-/// The bit of the gate's word at which the cache's number begins.
+/// The position of the lowest bit of the cache's number in the gate's word.
 const NUMBER: u32 = 16;
 
-/// Returns the value of the gate's word while fast lookups are enabled, for the cache with this
-/// number.
+/// Returns the value that the gate's word has while fast lookups are enabled. `number` is the
+/// cache's number.
 pub(super) const fn fast_open(number: u64) -> u64 {
     number << NUMBER
 }

@@ -34,7 +34,7 @@ use crate::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
 /// needed, as a batch: a sixteenth of all entries, but no more than 64.
 pub struct Cache<S: CacheBackend> {
     pub(super) core: Arc<CacheCore<S>>,
-    /// `core` as an [`Invalidator`], for monitors and the backend.
+    /// The cache's core, as the [`Invalidator`] that monitors and the backend get.
     invalidator: Arc<dyn Invalidator>,
     /// The worker. `None` only during the drop.
     #[cfg(not(loom))]
@@ -195,9 +195,9 @@ impl<S: CacheBackend> Cache<S> {
     /// deregistration in flight, but not those that the backend already refused to deregister.
     ///
     /// The thread that ends the last of these deregistrations calls `callback`. The calling thread
-    /// calls it at once if there are none, if the range is empty, or in a forked child. The drop of
-    /// the cache calls it even if the backend refuses to deregister an entry. A panic of `callback`
-    /// is caught and logged.
+    /// calls it at once if there is no such deregistration, if the range is empty, or in a forked
+    /// child. The drop of the cache calls it even if the backend refuses to deregister an entry. A
+    /// panic of `callback` is caught and logged.
     pub fn invalidate_with_callback(
         &self,
         range: AddressRange,

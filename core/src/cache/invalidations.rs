@@ -214,10 +214,9 @@ impl ActiveInvalidations {
 mod tests {
     use super::*;
 
-    /// CACHE-09
-    ///
-    /// Another processor may see that a slot is claimed before it sees the slot's range. Until then
-    /// the slot must not show the range of an earlier invalidation.
+    /// CACHE-09: a slot that is claimed again covers all addresses until its new range is written.
+    /// Another processor may see that the slot is claimed before it sees the range. Until then the
+    /// slot must not show the range of an earlier invalidation.
     #[test]
     fn reclaimed_slot_covers_all_addresses_until_its_range_is_written() {
         let active = ActiveInvalidations::new();

@@ -72,8 +72,9 @@ impl<S: CacheBackend> CacheCore<S> {
         FastLookup::SlowPath { found: Some(index) }
     }
 
-    /// Looks up `key` in `entry`, which the previous lookup with this slot found, and which starts
-    /// in the same page as the key. If the entry does not cover the key, searches the table.
+    /// Looks up `key`, and tries `entry` first: the entry that the previous lookup with this slot
+    /// found, and that starts in the same page as the key. If `entry` does not cover the key,
+    /// searches the table.
     #[inline(always)]
     fn lookup_last_found<'c>(
         &'c self,

@@ -32,9 +32,9 @@ const GATE_TRIES: u32 = 64;
 struct RegistrationGuard<'c, S: CacheBackend> {
     core: &'c CacheCore<S>,
     index: u32,
-    /// The slot with the registering thread's lease of the entry.
+    /// The slot in which the registering thread published its lease of the entry.
     slot: &'c LeaseSlot,
-    /// The watch, while the backend registers the memory.
+    /// The watch that the drop of the guard ends, or `None` if the drop has none to end.
     watch: Option<S::Watch>,
 }
 
@@ -52,9 +52,10 @@ impl<S: CacheBackend> Drop for RegistrationGuard<'_, S> {
 
 impl<S: CacheBackend> CacheCore<S> {
     /// Returns a lease of a region for a key that a lookup did not find. Leases an entry that
-    /// another thread registers, or registers the key's memory. Searches the table once, and again
-    /// after each found entry that does not become usable. If there is a
-    /// [reason](CacheCore::bypass_reason) to bypass the cache, registers an uncached region.
+    /// another thread has registered meanwhile or is registering. If there is none, registers the
+    /// key's memory. Searches the table once, and again after each found entry that does not become
+    /// usable. If there is a [reason](CacheCore::bypass_reason) to bypass the cache, registers an
+    /// uncached region.
     ///
     /// The lease slot `slot` must be free, and the caller must own the slot's block.
     #[cold]
@@ -302,15 +303,15 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Ends a registration that produced no region.
+    /// Ends a registration that produced no region. The waiting threads search the table again. A
+    /// thread that then finds no entry registers its own range.
     ///
-    /// With an error, the statistics count the miss as a failure. The waiting threads that asked
-    /// for exactly the entry's range and rights return the error, and all others search again.
+    /// If `error` is `Some`, the statistics count the miss as a failure. The waiting threads that
+    /// asked for exactly the entry's range and rights then return the error instead of searching
+    /// again.
     ///
-    /// Without an error, the statistics still count the miss as a registration, which the caller
-    /// corrects. All waiting threads search again.
-    ///
-    /// A thread that searches and finds no entry registers its own range.
+    /// If `error` is `None`, the statistics still count the miss as a registration, and the caller
+    /// must correct them.
     #[cold]
     #[inline(never)]
     fn fail_registration(&self, index: u32, slot: &LeaseSlot, error: Option<Error>) {

@@ -237,7 +237,8 @@ pub(super) fn advance_generation(generation: &AtomicU32) {
 }
 
 /// The fences of loom's models. Loom has no `membarrier(2)`, so the light barrier and the heavy
-/// barrier are fences. A model can leave out one kind of fence to show that it is needed.
+/// barrier are fences. A model can leave out one kind of fence, and shows by its failure that this
+/// kind is needed.
 #[cfg(loom)]
 pub(super) mod modelled {
     use std::sync::atomic::{AtomicU32 as Plain, Ordering::Relaxed};

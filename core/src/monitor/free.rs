@@ -107,7 +107,7 @@ impl FreeSubscriptions {
 
     /// Removes a subscription. If a free is calling `invalidate_start` for the subscription, waits
     /// for the end of that call. The `invalidate_end` of that free may still follow. Does nothing
-    /// with a subscription that came from another `FreeSubscriptions`.
+    /// if the subscription belongs to another `FreeSubscriptions`.
     pub fn remove(&self, subscription: Subscription) {
         let watch = self.0.lock().subscriptions.remove(subscription);
         if let Some(watch) = watch {

@@ -31,8 +31,8 @@ named_enum! {
     pub enum InvalidationCause {
         /// A call of `munmap(2)` for the memory.
         Unmap = "munmap",
-        /// A call of `mremap(2)`, for the old addresses of moved memory and for the cut end of
-        /// shrunk memory.
+        /// A call of `mremap(2)`: it invalidates the old addresses of moved memory, and the end
+        /// that was cut off from shrunk memory.
         Remap = "mremap",
         /// A call of `madvise(2)` with MADV_DONTNEED, MADV_FREE or MADV_REMOVE.
         Discard = "madvise",
@@ -44,7 +44,8 @@ named_enum! {
         Detach = "shmdt",
         /// A free by a device API.
         Free = "free",
-        /// A comparison of identities did not find the allocation at its address, or failed.
+        /// A comparison of allocation identities that failed, or that did not find the registered
+        /// allocation at its address any more.
         Identity = "identity",
         /// The process is a forked child.
         Fork = "fork",
@@ -75,8 +76,9 @@ pub trait Invalidator: fmt::Debug + Send + Sync {
     /// overlap.
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken;
 
-    /// Ends a change that [`Invalidator::invalidate_start`] began, when the old memory is gone or
-    /// the new memory is in place. Does nothing with the token of another invalidator.
+    /// Ends a change that [`Invalidator::invalidate_start`] began. The caller calls this when the
+    /// old memory is gone or the new memory is in place. Does nothing if the token belongs to
+    /// another invalidator.
     fn invalidate_end(&self, change: InvalidationToken);
 
     /// Disables all hits of the cache until [`Invalidator::open_gate`]. Calls may be nested.
@@ -85,7 +87,7 @@ pub trait Invalidator: fmt::Debug + Send + Sync {
     fn close_gate(&self) -> GateToken;
 
     /// Undoes the call of [`Invalidator::close_gate`] that returned `closed`. Hits are enabled
-    /// again when all calls are undone. Does nothing with the token of another invalidator.
+    /// again when all calls are undone. Does nothing if the token belongs to another invalidator.
     fn open_gate(&self, closed: GateToken);
 }
 
@@ -127,7 +129,8 @@ impl MonitorDescription {
 /// or start several monitors ([`MonitorSource::start`](crate::iface::MonitorSource::start)). A
 /// cache holds no lock during a call.
 pub trait Monitor: fmt::Debug + Send + Sync {
-    /// Returns the name for the configuration and `hmem info`: `memhooks`, `userfaultfd`, `import`.
+    /// Returns the name for the configuration and `hmem info`, such as `memhooks`, `userfaultfd` or
+    /// `import`.
     fn name(&self) -> &str;
 
     /// Returns a line of text with the reason why this monitor was chosen, and the changes that it
@@ -163,7 +166,7 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     /// Ends a subscription. Waits for a notification in progress. After this the invalidator is
     /// notified of no new change, unless it has other subscriptions. The call of
     /// [`Invalidator::invalidate_end`] for an earlier change may still follow. The caller must not
-    /// be inside a notification. Does nothing with the subscription of another monitor.
+    /// be inside a notification. Does nothing if the subscription belongs to another monitor.
     fn unsubscribe(&self, subscription: Subscription);
 
     /// Returns true if the memory that `subscription` watches is still the memory that was there
@@ -171,9 +174,10 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     /// true.
     ///
     /// `allocation` is the allocation that contained the watched range when the subscription began.
-    /// For most memory its identity decides. A monitor of memory that an application maps by hand
-    /// into a reservation needs the subscription too: the allocation is then the reservation, which
-    /// stays while the memory in it changes.
+    /// For most memory, a comparison of the identity of `allocation` suffices. It does not suffice
+    /// for memory that the application maps by hand into a reservation: `allocation` is then the
+    /// reservation, which stays while the memory in it changes. A monitor of such memory needs the
+    /// subscription too.
     ///
     /// # Errors
     /// - [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable) if the iface was closed.

@@ -101,8 +101,8 @@ impl Subscription {
         Self(Issued { issuer: issuer.0, number })
     }
 
-    /// Creates a subscription that no issuer accepts, for monitors that keep nothing for a
-    /// subscription.
+    /// Creates a subscription that no issuer accepts, for monitors that store nothing about their
+    /// subscriptions.
     pub const fn unnumbered() -> Self {
         Self(Issued::UNNUMBERED)
     }
@@ -143,14 +143,15 @@ impl<T> SubscriptionMap<T> {
         Subscription::new(&self.issuer, self.last)
     }
 
-    /// Returns the value of a subscription, or `None` with the subscription of another map.
+    /// Returns the value of a subscription, or `None` if the subscription belongs to another map.
     #[must_use]
     pub fn get(&self, subscription: &Subscription) -> Option<&T> {
         let number = subscription.0.number(&self.issuer)?;
         self.by_number.get(&number)
     }
 
-    /// Removes the value of a subscription. Returns `None` with the subscription of another map.
+    /// Removes the value of a subscription. Returns `None` if the subscription belongs to another
+    /// map.
     pub fn remove(&mut self, subscription: Subscription) -> Option<T> {
         self.by_number.remove(&subscription.redeem(&self.issuer)?)
     }
@@ -206,7 +207,8 @@ impl InvalidationToken {
         Self(Issued { issuer: issuer.0, number })
     }
 
-    /// Creates a token that no issuer accepts, for invalidators that keep nothing for a change.
+    /// Creates a token that no issuer accepts, for invalidators that store nothing about a change
+    /// in progress.
     #[inline]
     pub const fn unnumbered() -> Self {
         Self(Issued::UNNUMBERED)

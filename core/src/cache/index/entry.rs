@@ -27,8 +27,9 @@ pub(in crate::cache) mod state {
     /// A miss is watching and registering the entry's memory.
     pub(in crate::cache) const REGISTERING: u32 = 2;
     /// No lookup may hit the entry again: its memory changed, its registration failed, or a merged
-    /// entry replaces it. Set at most once in a generation, by the thread that then pushes the
-    /// entry on the stack of invalidated entries.
+    /// entry replaces it. Set at most once in a generation. The thread that sets the flag then
+    /// pushes the entry on the stack of invalidated entries. If the table has no room for a new
+    /// entry, that thread frees the entry instead.
     pub(in crate::cache) const INVALIDATED: u32 = 4;
     /// A thread is about to evict the entry. The thread clears the flag instead if the entry has a
     /// lease or was invalidated, or if the heavy barrier failed.
@@ -71,8 +72,8 @@ pub(in crate::cache) mod state {
         word & (REGISTERING | INVALIDATED) == REGISTERING
     }
 
-    /// Returns the state word of an entry that is about to be freed, in the same generation. No
-    /// lookup can hit it.
+    /// Returns the state word of an entry that is about to be freed: FREE, in the generation of
+    /// `word`. No lookup can hit an entry in this state.
     pub(in crate::cache) const fn ended(word: u32) -> u32 {
         word & !(GENERATION - 1) | FREE
     }
@@ -102,10 +103,12 @@ pub(in crate::cache) struct Entry<S: CacheBackend> {
     /// by the cache's lock. Scan numbers wrap around. If a number repeats, an eviction may skip an
     /// idle entry, which is harmless.
     pub(in crate::cache) leased_at_scan: AtomicU32,
-    /// The region. Initialised from [`Entry::set_registration`] or [`Entry::of_region`] to
-    /// [`Entry::take_region`].
+    /// The region. [`Entry::set_registration`] or [`Entry::of_region`] initialises this cell, and
+    /// [`Entry::take_region`] moves the region out. Before and after that, the cell is
+    /// uninitialised.
     region: UnsafeCell<MaybeUninit<S::Region>>,
-    /// The watch of the memory. Initialised from [`Entry::set_registration`] to [`Entry::take`].
+    /// The watch of the memory. [`Entry::set_registration`] initialises this cell, and
+    /// [`Entry::take`] moves the watch out. Before and after that, the cell is uninitialised.
     watch: UnsafeCell<MaybeUninit<S::Watch>>,
     /// The time of the registration in milliseconds ([`now_ms`]).
     pub(in crate::cache) registered_at_ms: AtomicU64,

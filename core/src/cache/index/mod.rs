@@ -24,7 +24,8 @@ pub(super) struct IndexState {
     /// The number of entries that were used at least once. These are the entries with the indices
     /// from 1 to this number.
     pub(super) created: u32,
-    /// The indices of the free entries among those that `created` counts.
+    /// The indices of the free entries. Entries that were never used (see `created`) are not in
+    /// this list.
     pub(super) free: Vec<u32>,
     /// The number of entries that count for [`Limits::max_count`](super::Limits::max_count): those
     /// registered or being registered. An invalidated entry counts until a thread takes it from the

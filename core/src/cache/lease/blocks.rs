@@ -29,8 +29,9 @@ const MAX_BLOCKS: usize = 4;
 /// The number of lease slots that a scan tests for being free in one step.
 const SLOTS_PER_TEST: usize = 10;
 
-/// The number of blocks in which a lookup searches for a free slot, among those of its thread or
-/// handle. If all their slots are in use, the cache assigns another block.
+/// The largest number of blocks in which a lookup searches for a free slot if the first block of
+/// its thread or handle has none. If these blocks have none either, the cache assigns another
+/// block.
 const BLOCKS_TO_SEARCH: usize = 8;
 
 /// A slot for one lease: the word that publishes the lease, and two fields that only the block's
@@ -130,8 +131,8 @@ pub(in crate::cache) struct LeaseBlocks {
     /// The number of threads and lookup handles that own blocks. A thread must own a block, or use
     /// a handle that owns one, to look up. Increases only under the cache's lock.
     owners: AtomicU32,
-    /// Held while a block gets an owner. An owner that needs a further block takes this lock
-    /// without the cache's lock.
+    /// The lock under which a block gets an owner. The cache's lock does not suffice, because an
+    /// owner gets its further blocks without the cache's lock.
     assigning: Mutex<()>,
 }
 

@@ -25,8 +25,11 @@ pub enum UncachedReason {
     CachingOff,
     /// The range is longer than [`Limits::max_bytes`](super::super::Limits::max_bytes).
     TooLong,
-    /// The cache cannot evict enough regions, mostly because they are in use. Or no lease slot or
-    /// table memory is available to the calling thread, which may be exiting.
+    /// The cache has no room for the region, for one of these reasons:
+    ///
+    /// - The cache cannot evict or free enough entries, mostly because they have leases.
+    /// - The system has no memory for the cache's table.
+    /// - The calling thread gets no lease slot. The thread may be exiting, or all slots are in use.
     Full,
     /// A monitor is handling a change of memory, and has disabled all hits until it knows the
     /// affected range.
@@ -65,14 +68,15 @@ impl fmt::Display for UncachedReason {
 /// region.
 pub struct Lease<'c, S: CacheBackend> {
     core: &'c CacheCore<S>,
-    /// An entry of the cache, or the entry in a leaked [`UncachedRegion`] that the lease owns.
+    /// An entry of the cache. For an uncached region, the entry in an [`UncachedRegion`] on the
+    /// heap, which the lease owns and frees.
     entry: NonNull<Entry<S>>,
     /// The lease slot, or null for an uncached region. The bit [`SLOW_RELEASE`] of the address is
     /// set for an uncached region, and in a cache whose lookups need fences.
     slot: *const LeaseSlot,
 }
 
-/// A bit of [`Lease`]'s `slot`: the drop of the lease takes the slow path.
+/// The bit of [`Lease`]'s `slot` that is set if the drop of the lease takes the slow path.
 const SLOW_RELEASE: usize = 1;
 
 /// An uncached region, which one lease owns. Its entry is not in the table.

@@ -22,12 +22,14 @@ const NO_CACHE: u64 = u64::MAX;
 /// A thread's lease blocks of up to [`RECORDED_CACHES`] caches. Elements at one position of the
 /// arrays belong to one cache.
 struct RecordedBlocks {
-    /// The caches: for each, the value of the gate's word while fast lookups are enabled
-    /// ([`fast_open`]), or [`NO_CACHE`].
+    /// For each cache, the value that the gate's word has while fast lookups are enabled
+    /// ([`fast_open`]). [`NO_CACHE`] marks an unused position of the three arrays.
     words: [Cell<u64>; RECORDED_CACHES],
-    /// The lease slots that the next lookups try first. Dangling in elements without a cache.
+    /// For each cache, the lease slot that the thread's next lookup tries first. At an unused
+    /// position, the pointer dangles and must not be used.
     slots: [Cell<NonNull<LeaseSlot>>; RECORDED_CACHES],
-    /// The thread's first lease blocks. Dangling in elements without a cache.
+    /// For each cache, the first lease block that the thread owns. At an unused position, the
+    /// pointer dangles and must not be used.
     blocks: [Cell<NonNull<LeaseBlock>>; RECORDED_CACHES],
 }
 

@@ -64,7 +64,9 @@ fn waiter_gets_no_region_of_replaced_memory() {
     });
 }
 
-/// ARM-04: on x86-64 the exchange is a fence itself, and would hide that this one is missing.
+/// ARM-04: the model fails without the fence that follows the exchange of an invalidation. A test
+/// on x86-64 would not show that the fence is missing, because the exchange itself is a full fence
+/// there.
 #[test]
 fn invalidation_fails_without_the_fence_after_its_exchange() {
     fails_without(ANNOUNCE, registration_against_an_invalidation, &[REPLACED]);

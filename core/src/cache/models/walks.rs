@@ -40,8 +40,8 @@ fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mu
     });
 }
 
-/// Runs a model: one thread walks, while another takes the chain of the first page apart and uses
-/// its bucket for the next page.
+/// Runs a model: one thread walks the table, while another takes the chain of the first page apart
+/// and reuses the chain's bucket for the next page.
 fn walk_against_an_alteration() {
     walk_beside(&[(0, 0, 1), (0, 0, 2)], 0, |radix, state| {
         radix.remove(state, 0, 0, 2);

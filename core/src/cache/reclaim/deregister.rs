@@ -237,8 +237,8 @@ impl<S: CacheBackend> CacheCore<S> {
         self.in_flight.remove_waiter();
     }
 
-    /// Deregisters an uncached region that `process` registered. In any other process, forgets the
-    /// region.
+    /// Deregisters an uncached region that `process` registered. If the calling process is another
+    /// one, forgets the region and leaves it registered.
     pub(in crate::cache) fn drop_uncached(&self, region: S::Region, process: ProcessMark) {
         if !process.is_current() {
             // A fork made this copy of a region. The registration belongs to another process.

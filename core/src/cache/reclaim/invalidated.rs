@@ -122,10 +122,11 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Detaches the regions of invalidated entries without a lease. Skips the entries that are
-    /// being registered, and those that a drain after number `drain_count` added.
+    /// being registered, and those that were drained from the stack after the drain with the number
+    /// `drain_count`.
     ///
-    /// The caller must have issued a heavy barrier after that drain, unless no other thread may
-    /// look up.
+    /// The caller must have issued a heavy barrier after the drain with the number `drain_count`,
+    /// unless no other thread may look up.
     fn detach_pending(
         &self,
         locked: &mut LockedState<S>,

@@ -141,8 +141,8 @@ impl InvalidatedStack {
         }
     }
 
-    /// Empties the stack. Returns the index of its first entry, which links to the next, or 0 if
-    /// the stack was empty.
+    /// Empties the stack. Returns the index of the entry that was pushed last, or 0 if the stack
+    /// was empty. `next_invalidated` of each entry links to the entry that was pushed before it.
     pub(in crate::cache) fn take_all(&self) -> u32 {
         if self.head.load(Ordering::Relaxed) == 0 {
             return 0;
@@ -166,8 +166,8 @@ pub(in crate::cache) struct InFlightCounter {
 
 impl InFlightCounter {
     /// Returns whether a deregistration is in flight. `begun` is the number of deregistrations that
-    /// began ([`ReclaimState::detached`]), which the cache's lock protects. After `false`, the
-    /// caller sees all effects of the deregistrations.
+    /// began ([`ReclaimState::detached`]), which the cache's lock protects. If the result is
+    /// `false`, the caller sees all effects of the deregistrations.
     pub(in crate::cache) fn any(&self, begun: u64) -> bool {
         self.ended.load(Ordering::Acquire) != begun
     }

@@ -180,7 +180,7 @@ impl Radix {
     }
 
     /// Removes an entry from the slots of the pages from `first` to `last`, at and below `node`.
-    /// Then removes the nodes that became empty. With entry 0, removes only empty nodes.
+    /// Then removes the nodes that became empty. If `entry` is 0, removes only empty nodes.
     fn remove_from(
         &self,
         state: &mut RadixState,

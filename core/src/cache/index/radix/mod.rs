@@ -50,7 +50,8 @@ pub(in crate::cache) const MAX_INDEX: u32 = INDEX;
 /// The number of slots that a walk tests for being empty in one step.
 const SLOTS_PER_TEST: usize = 8;
 
-/// The largest number of slots for which a walk first tests if all of them are empty.
+/// The largest number of slots for which a walk within one leaf node first tests if all of them are
+/// empty.
 const MAX_SLOTS_TO_TEST: usize = 64;
 
 #[repr(C)]
@@ -75,8 +76,8 @@ const WIDTH: usize = 2;
 #[derive(Debug)]
 #[cfg_attr(loom, derive(Default))]
 struct Bucket {
-    /// The number of chains with this first bucket that were removed from their slots. It wraps
-    /// around.
+    /// The number of times that a chain with this first bucket was removed from its slot. The
+    /// number wraps around.
     generation: AtomicU32,
     /// The tagged index of the node below the chain's slot, or 0. Used only in the first bucket of
     /// a chain.
@@ -103,8 +104,9 @@ pub(in crate::cache) struct Radix {
 pub(in crate::cache) struct RadixState {
     /// The number of slots in use in each node, by the node's index.
     used_slots: Vec<u32>,
-    /// A page of the leaf node that became empty last. The node stays in the table, because the
-    /// next insertion is often near. It may have entries again.
+    /// A page of the leaf node that became empty last. That node stays in the table until another
+    /// leaf node becomes empty, because the next insertion is often near. By now the node may have
+    /// entries again.
     kept_empty: Option<u64>,
     free_nodes: Vec<u32>,
     /// The number of buckets that were used at least once. Their indices begin at 1.
@@ -177,9 +179,10 @@ impl Radix {
             .unwrap_or_else(|partial| self.find_from(address, partial, accept))
     }
 
-    /// Searches for `address` as long as each slot on the path holds only a node. Returns the entry
-    /// in the leaf node's slot, or 0 if that slot is empty. If the search reaches any other slot,
-    /// returns that slot as the error, for [`Radix::find_from`].
+    /// Searches for `address` from the root node down to a leaf node. Returns the entry in the leaf
+    /// node's slot, or 0 if that slot is empty. Stops at a slot that holds a chain, and above the
+    /// leaf nodes at a slot that holds no node. Then returns that slot as the error, for
+    /// [`Radix::find_from`].
     #[inline(always)]
     pub(in crate::cache) fn find_at_page(
         &self,
@@ -309,7 +312,8 @@ impl Radix {
     /// If another thread replaced the chain by a single entry meanwhile, returns that entry.
     ///
     /// A chain that is removed from the slot during the walk may already be in use at another slot.
-    /// Then the generation differs, and the walk reads the slot again.
+    /// Then the generation of the chain's first bucket has changed, and the walk reads the slot
+    /// again.
     #[cold]
     fn walk_chain(&self, slot: &AtomicU32, mut value: u32, visit: &mut impl FnMut(u32)) -> u32 {
         while value & CHAIN != 0 {
@@ -346,8 +350,9 @@ impl Radix {
         value
     }
 
-    /// Returns the leaf node of the pages from `first` to `last`, and their slots in it. Most
-    /// entries are in slots of leaf nodes. Returns `None` in these cases:
+    /// Returns the leaf node of the pages from `first` to `last`, and the slots of these pages in
+    /// that node. Callers try this first, because most entries are in slots of leaf nodes. Returns
+    /// `None` in these cases:
     ///
     /// - The pages are not in one leaf node, or they are all pages of a leaf node.
     /// - A slot on the path to the leaf node holds an entry or a chain, or is empty.
