@@ -24,7 +24,8 @@ const DIRECT: &[Path] = &[Path::DmaBuf, Path::PeerMemory];
 const HOST: &[Path] = &[Path::PlainHost, Path::Staged];
 const EVERY: &[Path] = &[Path::PlainHost, Path::DmaBuf, Path::PeerMemory, Path::Staged];
 const EXPORT: &[Step] = &[Step::Export];
-/// Steps that export a range as one dma-buf: a range of one segment, or all segments together.
+/// The steps that export memory as one dma-buf: [`Step::ExportWhole`] for a range of several
+/// physical segments, and [`Step::Export`] for a single segment.
 const ANY_EXPORT: &[Step] = &[Step::ExportWhole, Step::Export];
 const SEGMENTS_OR_EXPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export];
 const EXPORT_OR_REGISTER: &[Step] = &[Step::ExportWhole, Step::Export, Step::Register];
@@ -40,8 +41,8 @@ const NO_ACCESS: &[Answer] = &[
     Answer::Errno(&[1, 13]),
     Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied]),
 ];
-/// Errors of drivers for a device that the process may not open. Some drivers report that device as
-/// missing.
+/// Errors of drivers for a device that the process may not open. Some drivers report such a device
+/// as missing.
 const NO_ACCESS_OR_DEVICE: &[Answer] = &[
     Answer::Errno(&[1, 13]),
     Answer::Kind(&[ErrorKind::PermissionDenied, ErrorKind::AccessDenied, ErrorKind::Unavailable]),
@@ -71,8 +72,8 @@ fn memory_only_nodes(facts: &Facts) -> Option<String> {
     (!nodes.is_empty()).then(|| format!("nodes {}", nodes.join(", ")))
 }
 
-/// Lists the device nodes in `all` that belong to NICs if `step` opens a NIC, and to other devices
-/// otherwise.
+/// Returns the paths in `all` of device nodes that belong to NICs if `step` opens a NIC, and
+/// otherwise of those that belong to other devices. Returns `None` if there are none.
 fn nodes(all: &BTreeSet<String>, step: Step) -> Option<String> {
     let of_step = |node: &&String| node.starts_with("/dev/infiniband/") == (step == Step::OpenNic);
     let nodes: Vec<_> = all.iter().filter(of_step).map(String::as_str).collect();

@@ -2,13 +2,15 @@
 
 use hmem_core::cause::Facts;
 
-/// Version 2 of control groups, and the RDMA controller of version 1: the controllers in the line
-/// of `/proc/self/cgroup`, the place of the groups, and a file that every group has.
+/// The two hierarchies of control groups that can limit RDMA objects: version 2, and the RDMA
+/// controller of version 1. The fields are the list of controllers in the line of
+/// `/proc/self/cgroup`, the folder with the groups, and a file that each group has.
 const VERSIONS: [(&str, &str, &str); 2] =
     [("", "sys/fs/cgroup", "cgroup.controllers"), ("rdma", "sys/fs/cgroup/rdma", "cgroup.procs")];
 
-/// Returns true if a control group of the process has as many objects of an RDMA device as it may.
-/// Returns `None` if that is unknown: the groups cannot be read, or are outside the container.
+/// Returns true if a control group of the process has reached its limit of objects of an RDMA
+/// device. Returns `None` if that is not known, because the groups cannot be read or a container
+/// hides the groups above its own.
 pub(super) fn is_full(facts: &Facts) -> Option<bool> {
     let own = facts.text("proc/self/cgroup")?;
     let mut known = None;
@@ -38,8 +40,9 @@ pub(super) fn is_full(facts: &Facts) -> Option<bool> {
     known
 }
 
-/// Returns true if a device has as many objects as `rdma.max` of the group allows. The files list a
-/// device in each line: `mlx5_0 hca_handle=2 hca_object=2000`. Without a limit the number is `max`.
+/// Returns true if the number of objects of any device has reached the group's limit. The file
+/// `rdma.max` has the limits, and `rdma.current` has the present numbers. Each file has one line
+/// for each device, such as `mlx5_0 hca_handle=2 hca_object=2000`. The limit `max` means no limit.
 fn is_group_full(facts: &Facts, group: &str) -> bool {
     let read = |file| facts.text(&format!("{group}/{file}")).unwrap_or_default();
     let (limits, current) = (read("rdma.max"), read("rdma.current"));

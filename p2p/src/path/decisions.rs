@@ -33,7 +33,8 @@ struct Class {
     policy: P2pPolicy,
     /// The domain's list of direct paths, without duplicates; `None` for the NIC's own order.
     direct_paths: Option<[Option<DirectPath>; DirectPath::ALL.len()]>,
-    /// The kinds of memory that the NIC can import. Two providers of one name may differ in them.
+    /// The kinds of memory that the NIC can import. They are part of the key because two providers
+    /// with the same name may differ in them.
     imports: Imports,
 }
 
@@ -57,8 +58,8 @@ impl<'a> Key<'a> {
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) variant: PathVariant,
-    /// True if the NIC needs the dma-buf mapping of `variant`, so that it does not use exports that
-    /// another NIC made with another mapping.
+    /// True if the NIC needs exports with the dma-buf mapping of `variant`. The NIC then does not
+    /// use exports that another NIC made with another mapping.
     pub(super) own_mapping: bool,
     /// The decision that later registrations return, with [`Decision::from_cache`] set.
     pub(super) decision: Arc<Decision>,
@@ -74,7 +75,8 @@ impl Decided {
 #[derive(Debug)]
 struct RememberedPath {
     nic: Nic,
-    /// `None` if no decision is stored: before the first one, or after its path was refused.
+    /// The stored decision. `None` before the first decision is stored, and after the path of the
+    /// stored decision was refused.
     decided: Option<Decided>,
     /// The number of registrations that succeeded over another path after a refusal. Refusals
     /// because of the segments of a buffer do not count.

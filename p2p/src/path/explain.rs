@@ -1,5 +1,5 @@
-//! Explanations (`hmem explain`): the search for the path that a registration would take. It leaves
-//! nothing registered.
+//! Explanations (`hmem explain`): the search for the path that a registration would take. The
+//! search leaves nothing registered.
 
 use std::{fmt, sync::Arc};
 
@@ -121,8 +121,9 @@ pub struct Explanation {
     pub unit: Option<ExportUnit>,
     /// The reason why the path was chosen, or why every path was refused.
     pub reason: String,
-    /// Changes to the machine or settings that allow a better path, or any path. Each change is
-    /// listed once, in the order of the attempts.
+    /// Changes to the machine or the settings that may allow a better path than the chosen one, or
+    /// a path at all if every path was refused. Each change is listed once, in the order of the
+    /// attempts.
     pub remedies: Vec<String>,
     /// Every attempt, in order.
     pub attempts: Trace,
@@ -292,8 +293,9 @@ impl Explanation {
         }
     }
 
-    /// Returns the attempts of a registration that failed with `error`. Host memory has one path,
-    /// so `error` is its only attempt. For other memory the list is empty.
+    /// Returns the attempts of a registration that failed with an `error` without attempts of its
+    /// own. Host memory has only one path, so `error` is the single attempt. For other memory, no
+    /// path was tried, and the list is empty.
     fn host_attempt(&self, error: Error, facts: &Facts) -> Vec<Attempt> {
         if self.iface != IfaceKind::SYSTEM {
             return Vec::new();

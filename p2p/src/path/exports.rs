@@ -28,8 +28,8 @@ pub(super) struct ExportSet<'a> {
     sets: Vec<Set>,
     /// Exports of earlier registrations, to be used again; `None` to export everything anew.
     earlier: Option<&'a SharedExports>,
-    /// True if several NICs register the same exports. An export that one NIC refuses is then kept
-    /// for the other NICs.
+    /// True if further NICs will register these exports. An export that the current NIC refuses is
+    /// then kept for the further NICs.
     pub(super) shared: bool,
 }
 
@@ -37,8 +37,8 @@ pub(super) struct ExportSet<'a> {
 /// one physical segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Division {
-    /// One dma-buf for each range. If the driver refuses to export a range as one dma-buf, one for
-    /// each part of that range.
+    /// One dma-buf for each range. If the driver refuses to export a range as one dma-buf, one
+    /// dma-buf for each part of that range.
     Ranges,
     /// One dma-buf for each part.
     Parts,
@@ -71,11 +71,12 @@ struct Set {
     mapping: DmaBufMapping,
     division: Division,
     made: Vec<Made>,
-    /// Refused exports of whole ranges. Their segments were exported separately instead.
+    /// Refusals by the driver to export a range of several physical segments as one dma-buf. The
+    /// segments of these ranges were exported separately instead.
     refused: Vec<PathRefusal>,
 }
 
-/// An exported dma-buf.
+/// An exported dma-buf, and the range in it that a NIC registers.
 struct Made {
     /// The range that a NIC registers. It lies in `exported`.
     range: AddressRange,
@@ -242,8 +243,8 @@ impl<'a> ExportSet<'a> {
         self.sets.iter().position(|set| set.mapping == mapping && set.division == division)
     }
 
-    /// Releases the exports with `mapping` and `division`, which a NIC refused, unless several NICs
-    /// share them. Returns failed releases as attempts.
+    /// Releases the exports with `mapping` and `division`, which a NIC refused, unless further NICs
+    /// may register them. Returns failed releases as attempts.
     pub(super) fn refused(&mut self, mapping: DmaBufMapping, division: Division) -> Vec<Attempt> {
         match self.at(mapping, division) {
             Some(at) if !self.shared => {

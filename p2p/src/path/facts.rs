@@ -48,7 +48,8 @@ pub trait FactSource: fmt::Debug + Send + Sync {
     fn facts(&self, device: Option<&str>, nic: &Nic) -> Facts;
 
     /// Returns the coherent link between the device at this PCI bus id and the CPU, as
-    /// [`Facts::coherent_link`]. The default takes it from all facts.
+    /// [`Facts::coherent_link`]. The default calls [`FactSource::facts`] and returns the link in
+    /// the result.
     ///
     /// The selector asks before the first attempt, because the link decides the order of the
     /// mappings of a dma-buf.
@@ -433,7 +434,9 @@ mod tests {
         assert_eq!(limited.forbidden_nodes, BTreeSet::new());
     }
 
-    /// P2P-02
+    /// P2P-02: the exporter of a dma-buf is the one in the kernel's description of the fd
+    /// (`fdinfo`). The name that an application gives a dma-buf cannot forge the exporter. A file
+    /// that is no dma-buf has no exporter.
     #[test]
     fn exporter_of_a_dma_buf_is_the_one_that_the_kernel_names() {
         let root = std::env::temp_dir().join(format!("hmem-facts-fd-{}", std::process::id()));

@@ -224,7 +224,7 @@ impl DefaultPathSelector {
     }
 
     /// Probes with one page, and stores a path for later registrations: the direct path that works,
-    /// or staged copies if no direct path can work and `staged` is true. Else stores nothing.
+    /// or staged copies if no direct path can work and `staged` is true. Otherwise stores nothing.
     fn remember_probe(&self, search: &PathSearch<'_>, staged: bool) {
         let key = key_of(search);
         match probe(search) {
@@ -244,8 +244,8 @@ impl DefaultPathSelector {
     }
 
     /// Stores a decision for later registrations of the same class and NIC. If the attempts of the
-    /// decision depend on the physical segments of this registration's memory, replaces them by
-    /// one successful attempt without the segments.
+    /// decision depend on the physical segments of this registration's memory, replaces them by one
+    /// successful attempt that does not name the segments.
     fn remember_shape(
         &self,
         key: &Key<'_>,

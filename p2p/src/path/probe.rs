@@ -28,9 +28,11 @@ pub(super) enum ProbeResult {
     Direct(PathVariant, Box<Decision>),
     /// No direct path works, and a later attempt would fail too. The attempts show why.
     NoDirect(Vec<Attempt>),
-    /// The probe says nothing about other buffers, for one of these reasons:
+    /// The result says nothing about other buffers, for one of these reasons:
     ///
-    /// - The device is not active, or no page of the same kind could be allocated.
+    /// - The device is not active, or the driver does not tell.
+    /// - No page could be allocated.
+    /// - The page is of another kind than the memory, and a direct path works for the page.
     /// - A refusal may be temporary.
     /// - The page could not be deregistered.
     Unknown,
@@ -49,11 +51,12 @@ fn retry_once(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
 }
 
 /// Tries the direct paths with one page of the same iface, device and kind of memory as `search`.
+/// If the iface cannot allocate that kind by itself, tries them with a page of plain device memory.
 /// Errors of the probe itself are only logged.
 ///
-/// A device that the process does not use is not probed. The first allocation would make its driver
-/// create state that remains (CUDA's primary context). Without a probe, each registration of that
-/// device's memory searches for its own path.
+/// A device that the process does not use is not probed. The first allocation would make the
+/// device's driver create state that remains (CUDA's primary context). Without a probe, each
+/// registration of that device's memory searches for its own path.
 pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
     let span =
         tracing::debug_span!("probe", iface = %search.iface_name(), nic = %search.attr().nic);

@@ -27,7 +27,7 @@ use super::{
 pub(super) struct Taken {
     pub(super) region: ProviderRegion,
     pub(super) shape: ExportShape,
-    /// Refusals of other exports of the same memory on this path.
+    /// Refusals of other exports of the same memory, which were tried before on this path.
     pub(super) refused: Vec<PathRefusal>,
 }
 
@@ -46,7 +46,8 @@ pub(super) struct PathSearch<'a> {
     pub(super) selector: &'a DefaultPathSelector,
     /// Facts about the machine; `None` until the first refusal.
     facts: Option<Facts>,
-    /// The attempts so far, and failed releases of exports, which do not affect the search.
+    /// The attempts so far. The list also has the failed releases of exports, which do not affect
+    /// the search.
     pub(super) attempts: Vec<Attempt>,
     /// The error kind of the last refusal by the iface or the NIC; `None` before the first refusal.
     refused_with: Option<ErrorKind>,
@@ -66,16 +67,17 @@ pub(super) struct PathSearch<'a> {
     pub(super) shape: ExportShape,
     /// True if other exports of the memory were refused before those of the chosen path.
     pub(super) exports_refused: bool,
-    /// The order of dma-buf mappings because of NVLink-C2C; unset before the first use.
+    /// The order of dma-buf mappings that suits NVLink-C2C ([`PathSearch::c2c_order`]); unset
+    /// before the first use.
     c2c_order: OnceCell<Option<C2cOrder>>,
 }
 
 /// The order of dma-buf mappings for a device with NVLink-C2C.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum C2cOrder {
-    /// A PCIe switch or root port is above both the NIC and the device.
+    /// First the PCIe mapping: a PCIe switch or root port is above both the NIC and the device.
     PcieFirst,
-    /// The NIC reaches the device through the CPU and NVLink-C2C.
+    /// First the default mapping: the NIC reaches the device through the CPU and NVLink-C2C.
     DefaultFirst,
 }
 
@@ -287,9 +289,13 @@ impl<'a> PathSearch<'a> {
         exporter.is_some_and(|exporter| exporter.mappings().contains(&DmaBufMapping::Pcie))
     }
 
-    /// Returns the order of dma-buf mappings if the device has NVLink-C2C. Returns `None` if the
-    /// device has no such link, if the domain's list or the provider decides the order, and for a
-    /// NIC without a PCI address.
+    /// Returns the order of dma-buf mappings if the device has NVLink-C2C. Returns `None` in these
+    /// cases:
+    ///
+    /// - The device has no such link, or its PCI address is not known.
+    /// - The domain's list of direct paths or the provider decides the order.
+    /// - The NIC has no PCI address.
+    /// - The iface does not have the PCIe mapping.
     pub(super) fn c2c_order(&self) -> Option<C2cOrder> {
         *self.c2c_order.get_or_init(|| {
             let decided = self.registration.direct_paths.is_some()

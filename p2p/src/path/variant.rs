@@ -9,7 +9,8 @@ use hmem_core::{
     path::{Attempt, DirectPath, ExportUnit},
 };
 
-/// The number of physical segments of a registration, and of the dma-bufs that hold the segments.
+/// The number of physical segments of a registration, and the number of dma-bufs that contain these
+/// segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DmaBufLayout {
     pub(super) segments: usize,
@@ -34,12 +35,13 @@ impl fmt::Display for DmaBufLayout {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ExportShape {
     pub(super) unit: ExportUnit,
-    /// `None` if every range is one segment, or for a path without dma-bufs.
+    /// The numbers of segments and dma-bufs. `None` if every range is one segment, or if the path
+    /// uses no dma-bufs.
     pub(super) layout: Option<DmaBufLayout>,
 }
 
-/// Returns words about the unit of export, with which descriptions of calls end. Empty for a unit
-/// that is exactly the range.
+/// Returns the words about the unit of export at the end of the description of a call. The words
+/// are empty if the unit is exactly the range.
 pub(super) const fn unit_note(unit: ExportUnit) -> &'static str {
     match unit {
         ExportUnit::Range => "",

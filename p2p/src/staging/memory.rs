@@ -1,5 +1,6 @@
-//! The host memory of a staging pool: one mapping. It consists of huge pages if the pool fills
-//! pages of a size that the kernel has, and enough of these are free.
+//! The host memory of a staging pool: one mapping. The mapping consists of huge pages if one of the
+//! kernel's sizes suits the pool (`suitable`), and enough pages of that size are free. Otherwise it
+//! consists of ordinary pages.
 //!
 //! The mapping lies on the NIC's NUMA node if that node is known and has memory.
 
@@ -10,9 +11,10 @@ use std::ptr;
 use hmem_core::{Error, Mapping, Result, os_page_sizes};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise};
 
-/// Returns those of the page sizes `sizes` whose huge pages suit `len` bytes, largest first. The
-/// unused memory is at most an eighth of `len`, since all of it is pinned. `sizes` are ascending,
-/// and the first is no huge page.
+/// Returns the sizes of huge pages that suit a mapping of `len` bytes, largest first. A size suits
+/// if it makes the mapping longer by at most an eighth of `len`, because the whole mapping is
+/// pinned. `sizes` are the page sizes of the kernel in ascending order. The first of them is no
+/// huge page.
 fn suitable(len: usize, sizes: &[usize]) -> impl Iterator<Item = usize> {
     let huge = sizes.iter().skip(1).rev().copied();
     huge.filter(move |size| len.next_multiple_of(*size) - len <= len / 8)
@@ -89,7 +91,9 @@ fn prefer(memory: &Mapping, node: u32) {
 mod tests {
     use super::*;
 
-    /// ARM-02
+    /// ARM-02: the huge pages of a pool have the sizes that the kernel has, on x86-64 and on arm64
+    /// with each of its page sizes. No size is used that would make the pool longer by more than an
+    /// eighth.
     #[test]
     fn huge_pages_of_a_pool_follow_the_sizes_of_the_kernel() {
         const KIB: usize = 1 << 10;

@@ -3,7 +3,7 @@
 //! A chunk passes up to three stages:
 //!
 //! 1. A copy from the device fills its buffers, if the source is staged memory.
-//! 2. The NIC transfers it.
+//! 2. The NIC transfers the chunk.
 //! 3. A copy into the device drains its buffers, if the target is staged memory.
 //!
 //! The NIC gets the chunks in the order of the message. Several chunks are in flight, each in its
@@ -132,9 +132,10 @@ impl Chunk {
         }
     }
 
-    /// Starts the copies of the chunk's bytes that lie in `runs`: from there into the staging
-    /// buffers while the chunk is filling, and from the buffers to `runs` later. If `blocking` is
-    /// true, each copy has ended when the function returns.
+    /// Starts the copies between the staging buffers and the chunk's bytes in `runs`. A chunk in
+    /// the stage [`Stage::Filling`] is copied from `runs` into the buffers, and later it is copied
+    /// from the buffers to `runs`. If `blocking` is true, each copy has ended when the function
+    /// returns.
     fn start_copies(
         &mut self,
         runs: &[Run<impl Deref<Target = StagedRange>>],
@@ -195,7 +196,7 @@ pub struct Pipeline<M> {
     chunks: VecDeque<Chunk>,
     /// The request for the buffers of the next chunk.
     claim: Claim,
-    /// Buffers for the next chunk that [`Pipeline::block`] has waited for.
+    /// The buffers of the next chunk, if [`Pipeline::block`] had to wait for them.
     granted: Option<Slots>,
     /// The number of bytes in chunks that were removed from `chunks`.
     moved: u64,
@@ -291,7 +292,7 @@ impl<M> Pipeline<M> {
     }
 
     /// Records that the NIC has finished chunk `number`. `result` is the number of bytes moved.
-    /// The number of a chunk that the NIC is not transferring is ignored.
+    /// Does nothing if the NIC is not transferring a chunk with this number.
     ///
     /// A received message may be shorter than its chunk.
     pub fn landed(&mut self, number: u64, result: Result<u64>) {
@@ -405,8 +406,8 @@ impl<M> Pipeline<M> {
         progressed
     }
 
-    /// Removes ended chunks. After a failure, also removes the chunks that will not continue.
-    /// Returns whether any was removed.
+    /// Removes ended chunks. After a failure, also removes each chunk that is neither at the NIC
+    /// nor being copied. Returns whether any was removed.
     fn remove_ended(&mut self) -> bool {
         let before = self.chunks.len();
         let failed = self.failure.is_some();
@@ -481,7 +482,8 @@ impl<M: Deref<Target = StagedRange>> Pipeline<M> {
         self.result()
     }
 
-    /// Waits for the oldest copy in flight. Without one, waits for the buffers of the next chunk.
+    /// Waits for the oldest copy in flight. If no copy is in flight, waits for the buffers of the
+    /// next chunk.
     fn block(&mut self) {
         let oldest = self.chunks.iter_mut().find(|chunk| !chunk.copies.is_empty());
         if let Some(chunk) = oldest {

@@ -14,7 +14,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::memory;
 
-/// Purpose for which staging buffers are taken. Each has a limit of buffers ([`Pool::share`]).
+/// Purpose for which staging buffers are taken. Each purpose has a limit of buffers
+/// ([`Pool::share`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// A chunk of a transfer that no peer can delay, such as RMA.
@@ -107,7 +108,7 @@ impl Pool {
     }
 
     /// Takes `want` buffers for a claim if [`is_turn`](Self::is_turn) allows it. Otherwise adds the
-    /// claim to the queue, and sets `number` to its number there.
+    /// claim to the queue, and sets `number` to the claim's number in the queue.
     fn take(
         self: &Arc<Self>,
         state: &mut State,
@@ -131,9 +132,12 @@ impl Pool {
         Some(Slots { pool: Arc::clone(self), purpose, list: state.free.split_off(rest) })
     }
 
-    /// Returns true if a claim may take `want` buffers now: with all earlier claims of the queue
-    /// served, that many buffers remain free, and the share of `purpose` allows them. An earlier
-    /// claim that must wait for the share of another purpose does not count. `number` is the
+    /// Returns true if a claim may take `want` buffers now: at least `want` buffers are free, and
+    /// the share of `purpose` allows `want` more. The buffers that earlier claims in the queue want
+    /// count as taken.
+    ///
+    /// An earlier claim that must wait because too little is left of the share of its purpose
+    /// reserves no free buffers. It holds back only claims for that purpose. `number` is the
     /// claim's number in the queue; `None` before the claim joins the queue.
     fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
         let (mut free, mut held) = (state.free.len(), state.held);

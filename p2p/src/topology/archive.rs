@@ -13,7 +13,8 @@ use tar::{EntryType, Header};
 use super::source::{LARGEST_FILE, SourceEntry};
 
 /// Decompresses a gzip file. Returns the first `limit` bytes if there are more. Never returns
-/// `None`, unlike the function of this name without the feature `recordings`.
+/// `None`: only the function that replaces this one in builds without the feature `recordings`
+/// does.
 pub(super) fn gunzip(packed: &[u8], limit: u64) -> Option<io::Result<Vec<u8>>> {
     let mut bytes = Vec::new();
     Some(GzDecoder::new(packed).take(limit).read_to_end(&mut bytes).map(|_| bytes))

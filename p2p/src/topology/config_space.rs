@@ -1,8 +1,8 @@
 //! PCI configuration space: the type of a function, and Access Control Services (ACS).
 //!
 //! Offsets and bits are those of `linux/pci_regs.h` and of the PCI Express base specification
-//! (7.5.3 for the port type, 7.7.11 for ACS). Both capabilities lie past the first 64 bytes, which
-//! is all that Linux shows to a process without `CAP_SYS_ADMIN`.
+//! (7.5.3 for the port type, 7.7.11 for ACS). Both capabilities lie past the first 64 bytes. Linux
+//! shows only these 64 bytes to a process without `CAP_SYS_ADMIN`.
 
 use std::fmt;
 

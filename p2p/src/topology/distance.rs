@@ -18,8 +18,8 @@ pub enum Distance {
     Pix,
     /// `PXB`: the path passes several switches, and no host bridge.
     Pxb,
-    /// `PHB`: the path passes one host bridge (usually that of a CPU). At the side of a device with
-    /// NVLink-C2C, this link takes the place of the host bridge.
+    /// `PHB`: the path passes one host bridge (usually that of a CPU). For a device with
+    /// NVLink-C2C, that link takes the place of the host bridge above the device.
     Phb,
     /// `NODE`: the path passes two host bridges of one NUMA node.
     Node,
@@ -181,8 +181,9 @@ impl Topology {
     /// Returns the distance class of two functions, and true if the class is a guess because a NUMA
     /// node is not known.
     ///
-    /// `meeting` is the lowest bridge above both functions, if there is one. `up` and `down` are
-    /// the bridges from there, or else from the host bridge, down to `a` and to `b`.
+    /// `meeting` is the lowest bridge above both functions, if there is one. `up` are the bridges
+    /// between `meeting` and `a`, and `down` are those between `meeting` and `b`. Without
+    /// `meeting`, `up` and `down` begin below the host bridges of `a` and `b`.
     fn classify(
         &self,
         a: &PciDevice,
@@ -217,9 +218,9 @@ impl Topology {
         self.device(id).map(|device| device.port)
     }
 
-    /// Returns the redirection of a path. Only ports below the common ancestor of both functions
-    /// matter, since they can send a request up to the root complex. Traffic through the root
-    /// complex is never redirected (see `drivers/pci/p2pdma.c`).
+    /// Returns the redirection of a path. Only downstream ports of switches below the lowest bridge
+    /// that is above both functions matter, since such ports can send a request up to the root
+    /// complex. Traffic through the root complex is never redirected (see `drivers/pci/p2pdma.c`).
     fn redirection(&self, distance: Distance, up: &[BusId], down: &[BusId]) -> Redirection {
         if !matches!(distance, Distance::Pix | Distance::Pxb) {
             return Redirection::None;

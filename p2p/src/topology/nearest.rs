@@ -128,16 +128,17 @@ impl Topology {
     ///
     /// The order is: the distance class, then the number of hops (for device memory), as in
     /// [`nics_by_distance`](Self::nics_by_distance). Host memory has the distance `NODE` to the
-    /// NICs of its NUMA node, and `SYS` to others. On a machine with one node, the distance is
-    /// always `NODE`. Nodes without CPUs do not count, and memory of such a node has the distances
-    /// of the nearest node with CPUs. A NIC at an unknown distance comes after all others: it has
-    /// no PCI address, or is not in the tree.
+    /// NICs of its NUMA node, and `SYS` to others. If at most one node has CPUs, the distance is
+    /// always `NODE`. Memory of a node without CPUs has the distances of the nearest node with
+    /// CPUs. The distance of a NIC is unknown if the NIC has no PCI address or is not in the tree.
+    /// Such NICs come last.
     ///
-    /// Equally near NICs are ordered by the number of other accelerators for which they are the
-    /// only nearest NIC, smallest first. NICs that are equal in this too have the order of `nics`,
-    /// rotated by the device's index among the accelerators that are equally near to the same NICs.
-    /// So devices that share several NICs begin with different ones. For host memory the order of
-    /// `nics` decides. Equal arguments give equal choices in every process.
+    /// For device memory, equally near NICs are ordered by the number of other accelerators for
+    /// which each NIC is the only nearest one, smallest number first. NICs with equal numbers have
+    /// the order of `nics`, rotated so that devices that share several NICs begin with different
+    /// ones. The rotation is the device's index among the accelerators to which exactly the same
+    /// NICs are equally near. For host memory the order of `nics` decides. Equal arguments give
+    /// equal choices in every process.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`]: `count` is 0 or above the number of NICs, a NIC is listed

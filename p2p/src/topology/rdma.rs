@@ -14,7 +14,7 @@ use super::{
 pub struct RdmaDevice {
     /// Name of the device in libibverbs, such as `mlx5_0`.
     pub name: String,
-    /// The address of its PCI function; `None` for software devices (rxe, siw).
+    /// The address of the device's PCI function; `None` for software devices (rxe, siw).
     pub bus_id: Option<BusId>,
     /// The ports, ordered by number.
     pub ports: Vec<RdmaPort>,

@@ -198,7 +198,7 @@ fn without(text: &str, names: &[&str]) -> String {
     parts.collect::<Vec<_>>().join(REPLACED)
 }
 
-/// Returns the path in a recording of the folder of a PCI function.
+/// Returns the path of a PCI function's folder in a recording.
 fn folder(device: &PciDevice) -> String {
     let mut path = format!("sys/devices/{}", device.root);
     for id in device.bridges.iter().chain([&device.bus_id]) {
