@@ -46,7 +46,8 @@ impl LocalSide {
     /// # Errors
     /// - NoRegion: a region is closed.
     /// - BadState: a region is disabled or is being refreshed.
-    /// - AccessDenied: a region does not grant `right`, or may not be used through `endpoint`.
+    /// - AccessDenied: a region does not grant `right`, or [`check_endpoint`] refuses the use of
+    ///   the region through `endpoint`.
     #[inline]
     pub(super) fn hold(
         &mut self,
@@ -102,14 +103,14 @@ struct RemoteHold {
 }
 
 impl RemoteSide {
-    /// Takes guards of the regions and windows that the keys of `parts` name. Unlocks `table`, the
-    /// region table of the target's NIC.
+    /// Takes guards of the regions and windows that the keys of `parts` name. `table` is a guard of
+    /// the region table of the target's NIC. The call drops that guard.
     ///
     /// # Errors
-    /// - InvalidKey: a key names no region or window of the target's domain.
+    /// - InvalidKey: a key names no region or window of the target's domain, or is a single-use key
+    ///   that was used.
     /// - BadState: a region is disabled or is being refreshed.
-    /// - AccessDenied: a key grants no right in `any_of`, or `initiator` may not access the region
-    ///   through the endpoint `target`.
+    /// - AccessDenied: a key grants no right in `any_of`, or [`check_peer`] refuses the access.
     #[inline]
     pub(super) fn hold(
         &mut self,
@@ -138,11 +139,12 @@ impl RemoteSide {
         Ok(())
     }
 
-    /// Marks the single-use keys of the request as used. A request that names a key twice uses that
-    /// key once.
+    /// Marks the single-use keys of the request as used. A request that names a key several times
+    /// uses the key once.
     ///
     /// # Errors
-    /// InvalidKey: another request has used one of these keys. Keys before it stay marked as used.
+    /// InvalidKey: another request has already used a key of this request. Keys that precede that
+    /// key in the request stay marked as used.
     #[inline]
     pub(super) fn spend(&self) -> Result<()> {
         let holds = self.holds.as_slice();
@@ -263,7 +265,11 @@ fn hold_key(
     Ok(RemoteHold { region, window: None })
 }
 
-/// Checks that `initiator` may access the region through the endpoint `target`.
+/// Checks that `initiator` may access the region through the endpoint `target`:
+///
+/// - The region and `initiator` have the same authorization key.
+/// - [`check_endpoint`] accepts `target`.
+/// - If counters are bound to the region, `target` has the RMA_EVENT capability.
 #[inline]
 fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region) -> Result<()> {
     let auth_key = region.attr.auth_key.as_ref().unwrap_or(&target.domain.auth_key);
@@ -283,8 +289,8 @@ fn check_peer(initiator: &EndpointState, target: &EndpointState, region: &Region
     Ok(())
 }
 
-/// Checks that the region is not bound to an endpoint other than `endpoint`. In ENDPOINT mode, also
-/// checks that the region is bound to `endpoint`.
+/// Checks that the region is bound to `endpoint` or, unless the domain has ENDPOINT mode, to no
+/// endpoint.
 #[inline]
 fn check_endpoint(region: &Region, endpoint: &EndpointState) -> Result<()> {
     let why = match region.endpoint() {
@@ -305,7 +311,7 @@ fn no_access(why: &'static str, remedy: &'static str) -> Error {
 }
 
 /// Copies bytes between memory of `initiator` and memory of `target`, and returns their number.
-/// `own` is `from` if that is memory of `initiator`, and `to` otherwise.
+/// `own` is whichever of `from` and `to` is memory of `initiator`.
 ///
 /// The copy goes through staging buffers if either list contains staged memory. The buffers are
 /// those of the initiator's domain if `own` contains staged memory, and those of the target's

@@ -40,8 +40,9 @@ impl AtomicLocks {
 
 /// Returns the new value of the target, or `None` if the operation writes nothing.
 ///
-/// A 32-bit value is in the low half of its argument. Integer sums and products wrap. Conditional
-/// operations evaluate `compare OP target`.
+/// A 32-bit value is in the low half of its argument. Integer sums and products wrap. A conditional
+/// swap writes `operand` if `compare OP target` is true, with the comparison in the operation's
+/// name as OP.
 fn apply(
     op: AtomicOp,
     datatype: AtomicType,
@@ -202,7 +203,8 @@ mod tests {
 
     use super::*;
 
-    /// A second implementation of `apply` with wide integers. The test compares their results.
+    /// A second implementation of `apply` with wide integers. The test compares the results of
+    /// both.
     fn naive(op: AtomicOp, datatype: AtomicType, target: u64, operand: u64, compare: u64) -> u64 {
         let bits = 8 * datatype.size() as u32;
         let signed = matches!(datatype, AtomicType::I32 | AtomicType::I64);

@@ -49,7 +49,9 @@ pub(super) struct EndpointState {
     /// they execute in order.
     ///
     /// Re-entrant, because a copy engine that a request calls may close this endpoint on the same
-    /// thread. The cell is borrowed while requests execute, so that execution does not nest.
+    /// thread. The thread also borrows the cell while it executes requests. If the cell is already
+    /// borrowed, [`step`](super::execute::step) skips the endpoint, so that no request executes
+    /// inside another one.
     pub(super) running: ReentrantMutex<RefCell<()>>,
     pub(super) inbox: Inbox,
     peers: RwLock<Peers>,
@@ -58,13 +60,13 @@ pub(super) struct EndpointState {
 /// The peers of an endpoint: the endpoints that it has resolved.
 #[derive(Debug)]
 struct Peers {
-    /// The [`PeerId`] of the first peer, a random number. Later peers have the next numbers. So an
-    /// endpoint refuses the numbers that another endpoint has given to its peers.
+    /// The [`PeerId`] of the first peer, a random number. Each later peer gets the next number. So
+    /// an endpoint refuses the peer ids that another endpoint has given out.
     first: u64,
-    /// The peers in the order of their numbers: the number of the peer's endpoint, and the
-    /// endpoint.
+    /// The peers in the order of their [`PeerId`]s. Each entry has the number of the peer's
+    /// endpoint on the fabric, and the endpoint itself.
     known: Vec<(u64, Weak<EndpointState>)>,
-    /// Indices in `known` by the number of the peer's endpoint.
+    /// Indices in `known` by the number of the peer's endpoint on the fabric.
     by_endpoint: HashMap<u64, usize>,
 }
 
@@ -120,8 +122,8 @@ impl EndpointState {
         self.life.is_closed()
     }
 
-    /// Adds a peer and returns its number. If the endpoint is a peer already, returns its existing
-    /// number.
+    /// Adds a peer and returns the peer's id. If the endpoint is a peer already, returns the
+    /// existing id.
     pub(super) fn add_peer(&self, peer: &Arc<Self>) -> PeerId {
         let mut peers = self.peers.write();
         let next = peers.known.len();
@@ -135,7 +137,7 @@ impl EndpointState {
     /// Returns the open endpoint of a peer.
     ///
     /// # Errors
-    /// Unreachable: the peer is closed.
+    /// Unreachable: the peer is closed, or this endpoint did not resolve the peer.
     #[inline]
     pub(super) fn peer(&self, peer: PeerId) -> Result<Arc<Self>> {
         let known = |peers: &Peers| peers.get(peer)?.1.upgrade();

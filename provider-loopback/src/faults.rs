@@ -19,8 +19,8 @@ named_enum! {
         /// A call of `ProviderDomain::deregister`. [`Faults::hold`] stops the call before it
         /// changes anything.
         Deregister = "deregister",
-        /// The wait of a deregistration for transfers that use windows of the region. The windows
-        /// were unbound before, when their endpoint closed.
+        /// The wait of a deregistration for transfers through windows that were bound to the region
+        /// until their endpoint closed.
         EndBinding = "end window binding",
         /// A call of `Enabling::enable`.
         Enable = "enable",

@@ -39,14 +39,15 @@ use super::{
 /// A handle of a domain. The application and the domain's endpoints share it.
 #[derive(Debug)]
 pub(super) struct Domain {
-    /// A weak reference to this value, from which `this` makes a strong one for each endpoint.
+    /// A weak reference to this value. [`Self::this`] makes a strong reference of it for each
+    /// endpoint.
     me: Weak<Self>,
     /// The progress thread; `None` if the application makes progress.
     thread: Option<ProgressThread>,
     fabric: Arc<Fabric>,
     endpoints: Arc<DomainEndpoints>,
     state: Arc<DomainState>,
-    /// The completion queues of the domain. Dropping this value closes the queues.
+    /// The completion queues of the domain. Dropping the [`Domain`] closes the queues.
     queues: Mutex<Vec<Weak<Queue>>>,
 }
 

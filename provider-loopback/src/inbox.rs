@@ -50,7 +50,7 @@ impl Receive {
     }
 }
 
-/// The properties of a message that its receive's completion reports.
+/// Properties of a message, which the completion of the message's receive reports.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Header {
     pub(super) tag: Option<u64>,
@@ -109,10 +109,11 @@ pub(super) struct Inbox {
     limit: u64,
     /// The delivery lock. A sender holds it from the match of a receive until the bytes are copied,
     /// so that receives complete in the order of their matches. Re-entrant, because a copy engine
-    /// may deliver messages to the same endpoint or close it.
+    /// that runs during a delivery may deliver messages to this endpoint, or close the endpoint.
     pub(super) delivery: ReentrantMutex<()>,
     state: Mutex<State>,
-    /// True if a waiting message may match a posted receive.
+    /// True if a waiting message may match a posted receive. A new message or receive sets the
+    /// flag, and [`Inbox::take_match`] clears the flag if it finds no match.
     possible_match: AtomicBool,
 }
 
@@ -186,9 +187,9 @@ impl Inbox {
         }
     }
 
-    /// Removes the oldest posted receive that matches a message in the inbox, and the oldest such
-    /// message. Returns both, or `None` if no message matches a receive. Wakes senders that wait
-    /// for room.
+    /// Removes the oldest posted receive that matches a message in the inbox, and the oldest
+    /// message that this receive matches. Returns both, or `None` if no message matches a receive.
+    /// Wakes senders that wait for room.
     ///
     /// The caller holds the delivery lock.
     pub(super) fn take_match(&self) -> Option<(Receive, Message)> {
@@ -211,7 +212,8 @@ impl Inbox {
     /// Chooses the destination of a message of `len` bytes. If that is a posted receive, removes it
     /// from the inbox. The caller holds the delivery lock.
     ///
-    /// A full inbox wakes the domain of `sender` later, when a retry may succeed.
+    /// After [`Destination::Full`], the inbox wakes the domain of `sender` when a retry may
+    /// succeed.
     pub(super) fn find_destination(
         &self,
         from: u64,

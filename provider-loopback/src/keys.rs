@@ -2,9 +2,10 @@
 //!
 //! - Keys of 8 bytes that the NIC chooses are random numbers. A guess hits one of n live keys with
 //!   probability n / 2^64. A key of another domain hits equally rarely.
-//! - Keys of 4 bytes that the NIC chooses are those of hardware: the region's 24-bit index in the
-//!   table, and the low 8 bits of its generation as a tag. A random number hits with probability
-//!   n / 2^32. A peer can guess better: the first region has index 0 and tag 1.
+//! - Keys of 4 bytes that the NIC chooses are made as on hardware: of the region's 24-bit index in
+//!   the table, and of a tag. The tag is the low 8 bits of the generation, which counts the uses of
+//!   the index. A random number hits with probability n / 2^32. A peer can guess better: the first
+//!   region has index 0 and tag 1.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -42,9 +43,9 @@ pub(super) fn random() -> Result<u64> {
 
 /// The random numbers of a domain, from which it makes keys and cookies.
 ///
-/// They are values of the standard library's keyed hash function, whose key the process draws from
-/// the operating system, over a random salt of the domain and a counter. A number costs no system
-/// call, so that binding a window makes none.
+/// Each number is a hash of a counter and of the domain's random salt, by the keyed hash function
+/// of the standard library. The process draws the key of that function from the operating system. A
+/// number costs no system call, so that binding a window makes none.
 pub(super) struct DomainKeys {
     narrow: bool,
     hasher: RandomState,
@@ -64,7 +65,8 @@ impl DomainKeys {
         self.narrow
     }
 
-    /// Returns a random number of the size of a key. The caller checks that it is not in use.
+    /// Returns a random number of the size of a key. The caller checks that no live key has the
+    /// number.
     pub(super) fn draw(&self) -> u64 {
         let number = self.hasher.hash_one((self.salt, self.drawn.fetch_add(1, Ordering::Relaxed)));
         if self.narrow { number & u64::from(u32::MAX) } else { number }
@@ -157,7 +159,7 @@ mod tests {
 
     use super::*;
 
-    /// KEY-06
+    /// KEY-06: raw keys that any released version wrote can be read.
     #[test]
     fn raw_keys_of_all_versions_are_read() {
         let version = u32::from(RAW_FILL[14] - b'0');
@@ -196,7 +198,7 @@ mod tests {
         assert!((0..1000).all(|_| narrow.draw() <= u64::from(u32::MAX)));
     }
 
-    /// KEY-03
+    /// KEY-03: the cookie in a raw key differs if the domain, the key or the region differs.
     #[test]
     fn cookie_depends_on_domain_key_and_region() {
         let (a, b) = (DomainKeys::new(8).unwrap(), DomainKeys::new(8).unwrap());

@@ -35,8 +35,9 @@ impl Content<'_> {
 
 /// Copies a message to the buffer of a receive.
 ///
-/// The inner result is the result of the receive. The outer result is an error if a copy from the
-/// sender's memory failed for a reason that does not lie in the receive.
+/// The inner result is the result of the receive. The outer result is an error if the copy from the
+/// sender's memory failed, and the receive is not the reason. The caller then puts the receive
+/// back.
 fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<Result<u64>> {
     let filled = fill_from(owner, receive, content);
     match filled {
@@ -47,8 +48,8 @@ fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Resu
     }
 }
 
-/// Copies `content` to the buffer of a receive of `owner`. The error names the target as the failed
-/// step if the reason lies in the receive.
+/// Copies `content` to the buffer of a receive of `owner`. If the receive is the reason for a
+/// failure, the error has the step `TargetCopy`.
 fn fill_from(
     owner: &EndpointState,
     receive: &Receive,
@@ -115,7 +116,8 @@ fn deliver_kept_locked(owner: &EndpointState) -> usize {
     ended
 }
 
-/// Sends the message of a request. Returns its length, or `None` if the peer has no room.
+/// Sends the message of a request. Returns the length of the message. Returns `None` if the peer
+/// has neither a matching receive nor room in its inbox.
 pub(super) fn send(
     sender: &EndpointState,
     work: &Work,

@@ -98,8 +98,8 @@ impl Builder {
         self
     }
 
-    /// Adds a NIC that reports this PCI address, so that a test can put it into a recorded
-    /// topology.
+    /// Adds a NIC that reports this PCI address. With the address a test can place the NIC in a
+    /// recorded topology.
     pub fn nic_at(mut self, name: impl Into<String>, pci_bus_id: impl Into<String>) -> Self {
         self.names.push((name.into(), Some(pci_bus_id.into())));
         self
@@ -117,9 +117,9 @@ impl Builder {
         self
     }
 
-    /// Sets the mr_mode bits that the NICs support besides the required bits, for an application
-    /// that requests BASIC. Default: all bits that BASIC stands for. If one of those bits is
-    /// neither supported nor required, the NICs refuse BASIC.
+    /// Sets the mr_mode bits that the NICs support in addition to those of [`Builder::needs`], for
+    /// an application that requests BASIC. Default: all bits that BASIC stands for. If one of the
+    /// bits that BASIC stands for is neither supported nor required, the NICs refuse BASIC.
     pub fn can(mut self, modes: MrMode) -> Self {
         self.config.attr.basic_mr_mode = modes;
         self

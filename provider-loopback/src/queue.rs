@@ -24,8 +24,8 @@ pub(super) struct Queue {
     used: AtomicUsize,
     state: Mutex<State>,
     arrived: Condvar,
-    /// The event fd, created at first use. Written only while [`State::armed`] is true, under the
-    /// lock of `state`.
+    /// The event fd, created at first use. A thread writes to the fd only if [`State::armed`] is
+    /// true, and holds the lock of `state` meanwhile.
     event: OnceLock<OwnedFd>,
 }
 
@@ -36,7 +36,8 @@ struct State {
     closed: bool,
     /// The number of threads that wait for a completion.
     sleeping: usize,
-    /// True if the next completion must make the event fd readable.
+    /// True if the next completion must make the event fd readable. [`Queue::arm`] sets the flag.
+    /// The next completion, or the close of the domain, clears the flag.
     armed: bool,
 }
 
@@ -212,7 +213,8 @@ mod tests {
 
     use super::*;
 
-    /// EVT-05
+    /// EVT-05: after its domain has closed, a queue reports its unread completions first, and then
+    /// BadState.
     #[test]
     fn unread_completions_of_a_closed_domain_are_reported_before_its_close() {
         let queue = Queue::new(2);

@@ -53,7 +53,7 @@ pub(super) struct RegionAttr {
     pub(super) persistent: bool,
     /// True with MR_SINGLE_USE: the key is valid for one access by a peer.
     pub(super) single_use: bool,
-    /// True if registration enables the region.
+    /// True if the region is enabled from its registration on.
     pub(super) enabled: bool,
 }
 
@@ -130,8 +130,9 @@ impl Region {
         self.enabled.store(true, Ordering::Release);
     }
 
-    /// Checks that the region can be used now. `by_key` is true if a peer's key named the region,
-    /// and false if a handle of the domain did.
+    /// Checks that the region is enabled and that its key is not a single-use key that was used.
+    /// `by_key` is true if a peer's key named the region. If it is false, a handle of the domain
+    /// named the region, and the key is not checked.
     #[inline]
     pub(super) fn check_usable(&self, by_key: bool) -> Result<(), Refusal> {
         if by_key && self.attr.single_use && self.spent.load(Ordering::Acquire) {
@@ -292,8 +293,8 @@ impl Region {
 }
 
 impl Refusal {
-    /// Returns the error for a peer's key that cannot be used: InvalidKey if the region is closed,
-    /// and BadState if it is disabled or being refreshed.
+    /// Returns the error for a peer's key that cannot be used: InvalidKey for
+    /// [`Refusal::NoRegion`], and BadState if the region is disabled or being refreshed.
     pub(super) fn of_key(self) -> Error {
         match self {
             Self::NoRegion => {
@@ -305,8 +306,8 @@ impl Refusal {
         }
     }
 
-    /// Returns the error for a local descriptor that cannot be used: NoRegion if the region is
-    /// closed, and BadState if it is disabled or being refreshed.
+    /// Returns the error for a local descriptor that cannot be used: NoRegion for
+    /// [`Refusal::NoRegion`], and BadState if the region is disabled or being refreshed.
     pub(super) fn of_descriptor(self) -> Error {
         match self {
             Self::NoRegion => Error::new(ErrorKind::NoRegion, "transfer")

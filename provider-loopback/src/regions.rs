@@ -15,8 +15,8 @@
 //! steps:
 //!
 //! 1. It takes the region out of the table, so that no transfer can take a new guard.
-//! 2. It waits for the existing guards. A guard has a reference to the region, so that nothing is
-//!    waited for if the table's reference was the only one.
+//! 2. It waits for the existing guards. Each guard has a reference to the region. So if the table's
+//!    reference was the only one, there is no guard to wait for.
 //! 3. It drops the region's memory.
 //!
 //! **A transfer does not deadlock with itself.** [`RegionTable::hold`] never waits for a region's
@@ -33,7 +33,7 @@
 //! generation names no region. An index is not used again after its last generation.
 //!
 //! A map finds the index of a region by domain and key. A key of 4 bytes that the NIC chooses
-//! consists of the index and 8 bits of the generation. It is used again after 256 uses of its
+//! consists of the index and 8 bits of the generation. Such a key repeats after 256 uses of its
 //! index, so freed indices wait before their reuse.
 
 use std::{
@@ -98,12 +98,12 @@ impl Deref for RefreshGuard {
 /// reused soon.
 const RESTING_INDICES: usize = 256;
 
-/// The pages of a region.
+/// The origin of a region's pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pages {
-    /// The number of bytes that were registered with the region.
+    /// The pages were registered with this region. The value is the number of their bytes.
     Own(u64),
-    /// The parent of a sub-region: the region that it is a part of.
+    /// The region is a sub-region and uses pages of its parent: the region that it is a part of.
     Parent(Token),
 }
 
@@ -249,8 +249,8 @@ impl Regions {
 
     /// Locks the table for lookups. No region is added or removed until the guard is dropped.
     ///
-    /// A thread that has the guard must not lock the table again. It must not wait for another lock
-    /// either if a thread with that lock may wait for the table.
+    /// A thread that has the guard must not lock the table again, and must not wait for a lock
+    /// whose holder may wait for the table.
     #[inline]
     pub(super) fn lock(&self) -> RwLockReadGuard<'_, RegionTable> {
         self.table.read()
@@ -267,8 +267,8 @@ impl Regions {
         }
     }
 
-    /// Adds a live region and returns its token and key. If `key` is `None`, the key is the one of
-    /// 4 bytes that the NIC chooses for the token.
+    /// Adds a live region and returns its token and key. If `key` is `None`, the key is
+    /// [`Token::to_narrow_key`] of the token.
     ///
     /// # Errors
     /// - NoKey: the domain already has a region with the key.

@@ -165,13 +165,14 @@ impl DomainState {
         Ok(PieceMemory::Pinned(Arc::new(Pinned::new(runs))))
     }
 
-    /// Adds a region to the table, and keeps its reservation. The domain's mode decides whether the
-    /// application or the NIC chooses the region's key. A key of 4 bytes that the NIC chooses is
-    /// the region's index in the table with a tag.
+    /// Adds a region to the table. On success, the region counts toward the limits of the NIC until
+    /// its deregistration (`reservation`). The domain's mode decides whether the application or the
+    /// NIC chooses the region's key. A key of 4 bytes that the NIC chooses is the region's index in
+    /// the table with a tag.
     ///
     /// # Errors
-    /// - NoKey: a region of the domain has the requested key, or the keys of a window differ from
-    ///   it only in their 8-bit tag.
+    /// - NoKey: a region of the domain has the requested key, or a window of the domain has keys
+    ///   that differ from the requested key only in their 8-bit tag.
     /// - KeyRejected: the requested key is longer than the NIC's keys.
     /// - OutOfResources: the table is full.
     fn insert(
@@ -211,11 +212,11 @@ impl DomainState {
         }
     }
 
-    /// Registers a part of a region with a key of its own.
+    /// Registers a part of the region `base` with a key of its own.
     ///
-    /// The call is safe. The caller of `register` promised that the base's memory stays valid and
-    /// may be accessed with the base's rights. This call refuses requests that the promise does not
-    /// cover: bytes outside the base, and a right to write if the base has none.
+    /// The call is safe. The caller of `register` promised that the memory of `base` stays valid
+    /// and may be accessed with the rights of `base`. This call refuses requests that the promise
+    /// does not cover: bytes outside `base`, and a right to write if `base` has none.
     pub(super) fn register_sub(
         &self,
         base: Token,

@@ -17,7 +17,7 @@ pub(super) type Work = OwnedRequest<LocalPart, RemotePart>;
 /// The operation of a posted request.
 pub(super) type Task = OwnedOperation<LocalPart, RemotePart>;
 
-/// Returns a bind or invalidation as its window and event; `None` for any other operation.
+/// Returns the window and the event of a bind or invalidation; `None` for any other operation.
 pub(super) const fn window_event(task: &Task) -> Option<(ProviderWindow, WindowEvent)> {
     match task {
         Task::BindWindow { window, bind, .. } if bind.len == 0 => {
@@ -45,7 +45,7 @@ pub(super) enum LocalMemory {
     /// Host memory without a region. The application keeps the memory valid until the request
     /// completes.
     Host,
-    /// Device memory without a region. Its iface copies it.
+    /// Device memory without a region. The iface of this kind copies the memory.
     Device(IfaceKind),
 }
 

@@ -4,8 +4,8 @@
 //! tag. A posted request, or a call that names an endpoint, binds a type 2 window with the caller's
 //! tag, after the old key was invalidated. Binding makes no system call (InfiniBand 10.6.7; MW-08).
 //!
-//! Each binding has a lock. A transfer through the window takes its read guard. A binding ends in
-//! two steps:
+//! Each binding has a lock. A transfer through the window takes a read guard of that lock. A
+//! binding ends in two steps:
 //!
 //! 1. The window drops its reference, so that no transfer can take a new guard.
 //! 2. A write guard waits for the existing guards.
@@ -105,7 +105,7 @@ pub(super) struct Binding {
     /// The number of the endpoint that bound a type 2 window. Other endpoints may not use the
     /// window. `None` for a type 1 window.
     endpoint: Option<u64>,
-    /// The endpoint that a type 2A window keeps open.
+    /// The endpoint that the window keeps open; `None` unless the window has type 2A.
     keeps_open: Option<Arc<EndpointLife>>,
     /// True once the binding has released its region and endpoint.
     ended: bool,
@@ -240,7 +240,11 @@ impl Binding {
         }
     }
 
-    /// Converts the start of an access through the window to a start in the region.
+    /// Converts the address of an access through the window to the start of the access in the
+    /// region.
+    ///
+    /// # Errors
+    /// OutOfBounds: the access is not inside the window.
     pub(super) fn access_start(
         &self,
         region: &Region,
@@ -352,7 +356,8 @@ impl Windows {
         Ok(handle)
     }
 
-    /// Checks a bind request against its region.
+    /// Checks that a bind request names a part of its region, and that the region has MW_BIND. If
+    /// the request lets peers write, also checks that the region lets the NIC write.
     pub(super) fn check_part(&self, bind: &WindowBind) -> Result<()> {
         let operation = "bind window";
         self.nic.regions.inspect(self.domain, token_of(bind.region), operation, |region| {
@@ -370,8 +375,8 @@ impl Windows {
         })
     }
 
-    /// Checks a bind request against its region. Returns the new binding, which keeps the region
-    /// registered until it ends or is dropped.
+    /// Checks a bind request by [`Windows::check_part`]. Returns the new binding, which keeps the
+    /// region registered until the binding ends or is dropped.
     fn new_binding(&self, bind: &WindowBind) -> Result<Binding> {
         let (regions, region) = (&self.nic.regions, token_of(bind.region));
         regions.add_dependent(self.domain, region, "bind window")?;
@@ -624,7 +629,7 @@ impl Windows {
     /// # Errors
     /// - InvalidKey: no window has the key, or its region is closed.
     /// - AccessDenied: the key grants no right in `any_of`, or no access through `endpoint`.
-    /// - BadState: the region is being refreshed.
+    /// - BadState: the region is disabled or is being refreshed.
     pub(super) fn hold(
         &self,
         key: u64,

@@ -9,7 +9,7 @@
 //!
 //! | memory | written back by |
 //! |---|---|
-//! | pages of a file, its page cache or DAX, MAP_SYNC too | `msync(MS_SYNC)` of the touched pages |
+//! | pages of a file (page cache or DAX, also MAP_SYNC) | `msync(MS_SYNC)` of the touched pages |
 //! | device DAX, owned by the region, on x86-64 | the cache lines of the touched bytes |
 //! | other device DAX | nothing: the transfer fails |
 //! | anonymous and private pages | nothing: no copy of them outlives the process |
@@ -60,7 +60,12 @@ pub(super) fn kernel_write(from: u64, to: u64, len: u64) -> Result<()> {
     })
 }
 
-/// Repeats a copy between `remote` and `local` until all bytes are copied or a page is missing.
+/// Repeats `call`, which copies between `remote` and `local`, until all `len` bytes are copied.
+///
+/// # Errors
+/// - BadAddress: a page at `remote` or `local` is missing, or does not permit the access. The error
+///   names an address at `remote`.
+/// - Any other error of the kernel.
 fn kernel_copy(
     remote: u64,
     local: u64,
@@ -147,7 +152,8 @@ impl Written {
     ///
     /// # Errors
     /// - BadAddress: pages are no longer mapped.
-    /// - Unsupported: the memory is device DAX that the region does not own.
+    /// - Unsupported: the memory is device DAX, and the region does not own it or the processor is
+    ///   not an x86-64.
     /// - Any other error of the kernel.
     ///
     /// The peer's bytes are in memory even if the write-back fails.

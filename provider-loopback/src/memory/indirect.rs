@@ -1,9 +1,10 @@
-//! Indirect memory: the NIC reads and writes it through function calls.
+//! Indirect memory: the NIC reads and writes it through function calls. This module has two kinds:
 //!
-//! - Device memory through its iface: local buffers without a descriptor, and peer-memory imports.
-//! - Staged memory through the copy engine of its owner.
+//! - device memory, accessed through its iface: local buffers without a descriptor, and peer-memory
+//!   imports
+//! - staged memory, accessed through the copy engine of its owner
 //!
-//! The modules `file` and `pinned` implement the trait for two more kinds of memory.
+//! The modules `file` and `pinned` implement [`IndirectMemory`] for two more kinds of memory.
 
 #![allow(unsafe_code, reason = "copies through an iface by address")]
 
@@ -21,19 +22,20 @@ pub(in super::super) trait IndirectMemory: fmt::Debug + Send + Sync {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()>;
     /// Writes `from` to `at`.
     fn store(&self, at: u64, from: &[u8]) -> Result<()>;
-    /// Returns an address that has the alignment and the page offset of the byte at `at`. The
-    /// NIC checks the alignment of an atomic with it, and selects the lock of the atomic.
+    /// Returns an address that has the alignment and the page offset of the byte at `at`. From this
+    /// address the NIC checks the alignment of an atomic, and selects the lock of the atomic.
     ///
     /// # Errors
     /// Unsupported: the memory has no atomics.
     fn atomic_address(&self, at: u64) -> Result<u64>;
     /// Makes written bytes persistent if the memory itself is persistent. The default does nothing:
-    /// bytes in device memory become persistent when the region flushes the device, which it does
-    /// after this call.
+    /// after this call, the region flushes the device, which makes bytes in device memory
+    /// persistent.
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         Ok(())
     }
-    /// Returns the memory itself if it is staged. Its offsets are the `at` of this trait's methods.
+    /// Returns this memory as a [`StagedRange`], or `None` if it is not staged. The argument `at`
+    /// of the other methods is then an offset in that range.
     fn staged(&self) -> Option<&StagedRange> {
         None
     }

@@ -1,6 +1,6 @@
 //! Memory of regions and requests, and copies between them.
 //!
-//! - Memory that stays mapped, and the NIC's mappings, are copied directly.
+//! - Memory that stays mapped, and files that the NIC has mapped, are copied directly.
 //! - Memory that the application may unmap is copied by the kernel, which reports a fault as an
 //!   error.
 //! - All other memory is *indirect*: function calls copy it to and from a buffer. It comprises
@@ -26,7 +26,7 @@ pub(super) use pinned::{Pinned, Pinner};
 
 use super::Few;
 
-/// The maximum size of a bounce buffer.
+/// The maximum size of the buffer that [`bounce`] copies through.
 const MAX_BOUNCE_LEN: usize = 256 << 10;
 
 /// The memory behind a piece of a region. A piece is a contiguous part of one kind of memory.
@@ -72,9 +72,9 @@ impl PieceMemory {
 /// Contiguous bytes of one kind of memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Span<'a> {
-    /// Bytes that stay mapped while the span is in use: in a buffer of the NIC, or in memory or a
-    /// mapped file that lives as long as its region. The user of the span then holds a guard of the
-    /// region.
+    /// Bytes that stay mapped while the span is in use. They are in a buffer of the NIC, or in a
+    /// region's memory or mapped file, which lives as long as the region. In the second case, the
+    /// user of the span holds a guard of the region.
     Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
     /// Addresses that may be unmapped, so the kernel copies their bytes.
     Kernel { at: u64, len: u64 },
@@ -143,7 +143,9 @@ impl<'a> Span<'a> {
         copy_span(Span::mapped(at as u64, from.len() as u64), self)
     }
 
-    /// Makes written bytes persistent if the memory itself is persistent ([`host`]).
+    /// Makes written bytes persistent if they outlive the process, as in a file or on a DAX device.
+    /// [`host`] lists the method for each kind of memory. Bytes in device memory become persistent
+    /// later, when the region flushes the device.
     pub(super) fn persist(self) -> Result<()> {
         match self {
             Self::Indirect { at, len, memory } => memory.persist(at, len),
@@ -154,8 +156,8 @@ impl<'a> Span<'a> {
     }
 }
 
-/// Like [`copy`]. The error names the target as the failed side if no source span can fail.
-/// Otherwise the failed side is not known.
+/// Like [`copy`], but the error also says which side failed: the target if no source span can fail
+/// ([`Span::reads_never_fail`]). Otherwise the error says that the failed side is not known.
 #[inline]
 pub(super) fn copy_reporting_side(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64, CopyError> {
     copy(from, to).map_err(|error| {
@@ -219,7 +221,8 @@ pub(super) fn copy_span(from: Span<'_>, to: Span<'_>) -> Result<()> {
     }
 }
 
-/// Copies between two spans of the same length. The caller has announced accesses to dma-bufs.
+/// Copies between two spans of the same length. The caller has announced the accesses to dma-bufs
+/// ([`DmaBufAccess`]).
 #[allow(unsafe_code, reason = "copies between ranges that the caller keeps mapped")]
 fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
     match (from, to) {
@@ -241,7 +244,8 @@ fn copy_near(from: Span<'_>, to: Span<'_>) -> Result<()> {
     }
 }
 
-/// Copies through a bounce buffer.
+/// Copies between two spans of the same length through a buffer, in parts of at most
+/// [`MAX_BOUNCE_LEN`] bytes. Used if one of the spans is indirect memory.
 fn bounce(from: Span<'_>, to: Span<'_>) -> Result<()> {
     let len = to.len();
     let mut buffer = vec![0; MAX_BOUNCE_LEN.min(usize::try_from(len).unwrap_or(MAX_BOUNCE_LEN))];
@@ -270,7 +274,7 @@ pub(super) fn head<'a>(spans: &[Span<'a>], len: u64) -> Few<Span<'a>> {
     head
 }
 
-/// Returns a copy of the first `len` bytes of `spans`, which have at least so many.
+/// Returns a copy of the first `len` bytes of `spans`, which have at least `len` bytes.
 pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     let mut bytes = vec![0; usize::try_from(len).expect("local memory fits the address space")];
     let mut rest = bytes.as_mut_slice();
@@ -282,7 +286,7 @@ pub(super) fn gather(spans: &[Span<'_>], len: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Writes `bytes` to the first bytes of `spans`, which have at least so many.
+/// Writes `bytes` to the start of `spans`, which have at least as many bytes.
 pub(super) fn scatter(mut bytes: &[u8], spans: &[Span<'_>]) -> Result<()> {
     for span in head(spans, bytes.len() as u64).iter() {
         let (part, rest) = bytes.split_at(span.len() as usize);
@@ -348,7 +352,7 @@ pub(super) fn pipe(
     })
 }
 
-/// Returns the runs of staged memory in the message that consists of `spans`.
+/// Returns the staged ones of `spans`, each with its offset in the bytes of all spans.
 fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a StagedRange>> {
     let mut at = 0;
     let mut runs = Vec::new();
@@ -361,7 +365,8 @@ fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a StagedRange>> {
     runs
 }
 
-/// Returns the spans of a chunk, with staging buffers in place of staged memory.
+/// Returns the part of `spans` that the chunk `view` covers, with staging buffers in place of
+/// staged memory.
 fn near<'a>(spans: &[Span<'a>], view: &View<'_>) -> Vec<Span<'a>> {
     let end = view.at + view.len;
     let mut at = 0;
