@@ -10,8 +10,9 @@ bitflags::bitflags! {
     /// Registration flags of verbs that fi_mr(3) does not have. The bits are those of
     /// `ibv_access_flags`.
     ///
-    /// On a device without support for a flag, a registration with the flag fails with Unsupported,
-    /// and the error names the device.
+    /// If the device does not support a flag, a registration with the flag fails with Unsupported,
+    /// and the error names the device. There are two exceptions: a driver may ignore
+    /// RELAXED_ORDERING, and HUGETLB without ON_DEMAND.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct VerbsOptions: u32 {
         /// Memory windows may be bound to the region. The flag alone grants peers nothing.
@@ -22,7 +23,7 @@ bitflags::bitflags! {
         /// Pages are not pinned. The NIC faults them in on access.
         const ON_DEMAND = AccessFlags::ON_DEMAND.bits();
         /// The memory lies in huge pages; the provider checks this. Only devices with on-demand
-        /// paging support the flag, and a driver may ignore the flag without ON_DEMAND.
+        /// paging support the flag. A driver may ignore the flag if ON_DEMAND is not set as well.
         const HUGETLB = AccessFlags::HUGETLB.bits();
         /// The NIC may reorder its PCIe writes. A driver may ignore the flag silently.
         ///
@@ -53,13 +54,13 @@ pub struct Settings {
     pub options: VerbsOptions,
     /// The address by which work requests name the first byte; `None` for the application's
     /// address. Both addresses must have the same offset in their pages. The ranges of the region
-    /// follow one another from this address on. Except for dma-bufs, libibverbs needs
-    /// `ibv_reg_mr_iova2` (IBVERBS_1.8).
+    /// follow one another from this address on. Unless the memory is a dma-buf, an address other
+    /// than the application's needs `ibv_reg_mr_iova2` of libibverbs (IBVERBS_1.8).
     pub iova: Option<u64>,
 }
 
 impl Settings {
-    /// Returns the settings of a request, or the defaults.
+    /// Returns the verbs settings of a request, or the defaults if the request has none.
     pub(super) fn of(extension: Option<&(dyn Any + Send + Sync)>) -> Self {
         extension.and_then(|settings| settings.downcast_ref()).copied().unwrap_or_default()
     }
@@ -277,7 +278,7 @@ mod tests {
         }
     }
 
-    /// VRB-03
+    /// VRB-03: verbs flags for access rights are unchanged after a conversion to rights and back.
     #[test]
     fn rights_of_valid_verbs_flags_translate_back_to_the_same_flags() {
         let device = DeviceRights { atomics: true, iwarp: false };

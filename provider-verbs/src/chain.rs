@@ -282,8 +282,9 @@ impl Chain {
 /// Checks the keys of an operation that a lane (queue of staged transfers) posts later.
 ///
 /// # Errors
-/// InvalidKey: a key has more than 32 bits, or is a mapped key (`map_raw`) of another domain or one
-/// that was unmapped.
+/// - InvalidKey: a key has more than 32 bits, or is a mapped key (`map_raw`) that this domain did
+///   not map or has unmapped.
+/// - The errors of [`window_rkey`], for the key that a message invalidates.
 pub(super) fn check_keys(domain: &DomainState, operation: &Operation<'_>) -> Result<()> {
     let remote = match operation {
         Operation::Write { remote }

@@ -39,7 +39,7 @@ pub(super) struct VerbsCq {
 /// queue, and completions that the application has not read.
 #[derive(Debug)]
 pub(super) struct CqRoom {
-    /// Maximum value of each counter. It has 31 bits.
+    /// Maximum value of each counter: a number of at most 31 bits.
     most: u64,
     /// The number of used entries in the low 32 bits, and of unread completions in the high 32
     /// bits.

@@ -104,8 +104,8 @@ impl VerbsDomain {
         self.state.pd.device.context.cast()
     }
 
-    /// Returns the options that a region was registered with. Tells for each if the driver may have
-    /// ignored it.
+    /// Returns the options that a region was registered with, and for each option whether the
+    /// driver may have ignored it.
     ///
     /// # Errors
     /// - InvalidArgument: the region is not open in this domain.
@@ -124,8 +124,9 @@ impl VerbsDomain {
         self.state.regions.with(region, "flags", |region| Ok(region.flags))
     }
 
-    /// Returns the settings of a request. Adds the builder's options, MW_BIND for the right of that
-    /// name, and RELAXED_ORDERING for [`WriteOrdering::Relaxed`].
+    /// Returns the settings of a request. Adds the builder's options, and MW_BIND for the right of
+    /// that name. Adds RELAXED_ORDERING for [`WriteOrdering::Relaxed`], unless the memory is
+    /// staged.
     fn settings_of(&self, request: &Registration<'_>, pieces: &[Piece<'_>]) -> Settings {
         let Settings { mut options, iova } = Settings::of(request.extension);
         options |= self.state.options.options;

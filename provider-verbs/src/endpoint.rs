@@ -289,7 +289,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Returns an error if a bound window forbids the reset that [`Endpoint::flush`] makes.
+    /// Checks that no type 2A window is bound through the queue pair, because such a window forbids
+    /// the reset that [`Endpoint::flush`] makes. Does nothing if the endpoint was never connected.
     fn check_reset(&self, state: &PostState) -> Result<()> {
         match state.connection.peer() {
             Some(_) => self.check_windows(state, WindowEvent::ResetQueuePair, "connect"),
@@ -324,11 +325,11 @@ impl Endpoint {
         drained
     }
 
-    /// Returns an error if `event`, the reset or the destruction of the queue pair, is forbidden
-    /// because a type 2A window is bound through the queue pair.
+    /// Checks that the windows of the queue pair permit `event`, which is the reset or the
+    /// destruction of the queue pair.
     ///
     /// # Errors
-    /// Busy: such a window is bound.
+    /// Busy: a type 2A window is bound through the queue pair, or a bind in flight may bind one.
     fn check_windows(
         &self,
         state: &PostState,

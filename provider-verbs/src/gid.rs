@@ -35,7 +35,7 @@ pub(super) struct GidEntry {
 
 impl GidEntry {
     /// Returns the rank of the entry in the order of preference of
-    /// [`Builder::gid_index`](super::Builder::gid_index), from 0 on.
+    /// [`Builder::gid_index`](super::Builder::gid_index): 0 for the class that is preferred most.
     fn rank(&self) -> u8 {
         let [first, second, ..] = self.gid;
         let link_local = first == 0xfe && second & 0xc0 == 0x80;
@@ -51,7 +51,9 @@ impl GidEntry {
     }
 }
 
-/// Returns the best of the nonzero GIDs of an Ethernet port, or `None` if there is none.
+/// Returns the GID that an Ethernet port prefers: of the entries with the lowest
+/// [`GidEntry::rank`], the one with the lowest index. `entries` are the port's nonzero GIDs.
+/// Returns `None` if there are none.
 pub(super) fn choose_gid(entries: &[GidEntry]) -> Option<GidEntry> {
     entries.iter().min_by_key(|entry| (entry.rank(), entry.index)).copied()
 }

@@ -75,7 +75,7 @@ KernelPageSize:        4 kB\n";
         assert!(!covered(0x2000_0000, 0x1000), "nothing is mapped there");
     }
 
-    /// ARM-02
+    /// ARM-02: pages are huge if they are longer than the base page, which need not have 4 KiB.
     #[test]
     fn page_is_huge_if_it_is_longer_than_the_base_page() {
         for (page_kib, size_kib, huge) in [

@@ -162,8 +162,8 @@ impl RequestTable {
         }
     }
 
-    /// Adds a request and returns the `wr_id` of its work requests, except that the last work
-    /// request gets [`last`] of this `wr_id`.
+    /// Adds a request. Returns the `wr_id` for all of its work requests except the last, which gets
+    /// [`last`] of this `wr_id`.
     #[inline]
     pub(super) fn admit(&mut self, entry: InFlight) -> u64 {
         *self.in_use.get_mut(entry.kind) += entry.requests;
@@ -212,8 +212,9 @@ impl RequestTable {
     }
 
     /// Ends a request that the driver refused. `posted` is true if the driver posted some of the
-    /// work requests. Their completions may arrive, but never that of the last work request. So the
-    /// slot and the queue entries of the request then stay in use until [`Self::drop_all`].
+    /// request's work requests. The completions of these may then arrive, but never that of the
+    /// last work request. So the request keeps its slot and its queue entries until
+    /// [`Self::drop_all`].
     pub(super) fn withdraw(&mut self, wr_id: u64, posted: bool) {
         self.complete(if posted { wr_id } else { last(wr_id) });
     }
@@ -278,8 +279,8 @@ impl RequestTable {
     }
 }
 
-/// Changes that a lane (a queue of staged transfers) applies to its requests, and removes from this
-/// value, when it advances next.
+/// Changes that a lane (a queue of staged transfers) has to make to its requests. The lane makes
+/// the changes when it advances next, and then clears this value.
 #[derive(Debug, Default)]
 pub(super) struct LaneUpdates {
     /// Results of requests that the lane posted. The poster adds them.

@@ -88,7 +88,8 @@ pub(super) fn device_name(functions: &Functions, device: *mut Device) -> String 
 }
 
 impl Library {
-    /// Takes the functions of libibverbs, and protects registered pages as [`fork_support`] says.
+    /// Creates the library from its functions. Protects registered pages over `fork` if `safety`
+    /// allows a call of `ibv_fork_init` and the call is needed ([`fork_support`]).
     pub(super) fn new(functions: Functions, safety: ForkSafety) -> Self {
         let fork = fork_support(&functions, safety);
         tracing::debug!(library = functions.library(), ?fork, "libibverbs in use");
@@ -153,7 +154,8 @@ impl Library {
 }
 
 /// Returns the error for a device that could not be opened. libibverbs reports ENOENT for every
-/// cause, so this function opens the device's node and takes the errno of that.
+/// cause. So this function tries to open the device's node, and the error has the errno of that
+/// attempt if it fails, or `errno` otherwise.
 fn not_opened(name: &str, errno: Errno) -> Error {
     let node = node(name);
     let opened = node.as_ref().map(|node| File::options().read(true).write(true).open(node));

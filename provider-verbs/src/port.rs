@@ -64,7 +64,8 @@ impl Port {
         Err(refused.context("ports", down.join(", ")))
     }
 
-    /// Returns the properties of a port, after the choice of its GID.
+    /// Returns the properties of a port. The GID is the entry with the index `gid_index`. If that
+    /// is `None`, an Ethernet port gets the GID of [`choose_gid`], and other ports get none.
     fn describe(
         device: &OpenDevice,
         number: u8,

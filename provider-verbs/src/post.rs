@@ -60,8 +60,8 @@ pub(super) struct PostState {
 }
 
 impl Poster {
-    /// Creates a poster for a queue pair. Its requests complete to the completion queues with the
-    /// rooms `tx` and `rx`.
+    /// Creates a poster for a queue pair. `tx` and `rx` count the used room of the completion
+    /// queues to which the sends and the receives of the poster complete.
     pub(super) fn new(
         domain: &Arc<DomainState>,
         pair: QueuePair,
@@ -202,7 +202,7 @@ impl Poster {
         self.submit(connection, requests, &mut chain.requests, entry)
     }
 
-    /// Posts the receive whose segments are given.
+    /// Posts a receive into the memory that `segments` name.
     fn submit_receive(
         &self,
         connection: &Connection,

@@ -26,8 +26,8 @@ use super::{
 pub struct Builder {
     library: Option<PathBuf>,
     functions: Option<Functions>,
-    /// The application's choice; `None` for the default of [`Builder::build`] or of
-    /// [`Builder::with_pd`].
+    /// The protection over `fork` that the application chose; `None` for the default of
+    /// [`Builder::build`] or of [`Builder::with_pd`].
     fork: Option<ForkSafety>,
     pcie_mapping_first: Option<bool>,
     without_environment: bool,
@@ -144,7 +144,8 @@ impl Builder {
         self
     }
 
-    /// Reads no variable of the environment.
+    /// Makes the provider ignore [`Verbs::PCIE_MAPPING_VARIABLE`], the only environment variable
+    /// that it reads.
     #[must_use]
     pub fn without_environment(mut self) -> Self {
         self.without_environment = true;
@@ -242,9 +243,9 @@ impl Builder {
         Verbs::new(library, pcie_mapping_first, self.domain, Some((pd, Arc::default())))
     }
 
-    /// Loads the library. Also returns whether the devices need the PCIe mapping, by the builder's
-    /// setting or else the environment variable; `None` if neither says so. `default` applies if
-    /// the application has chosen no protection over `fork`.
+    /// Loads the library. Also returns whether the devices need the PCIe mapping: the builder's
+    /// setting, or else the value of the environment variable, or `None` if neither is set.
+    /// `default` is the protection over `fork` if the application has chosen none.
     fn start(&self, default: ForkSafety) -> Result<(Arc<Library>, Option<bool>)> {
         let pcie_mapping_first = match self.pcie_mapping_first {
             None if !self.without_environment => {
@@ -302,8 +303,9 @@ struct Device {
 
 impl Verbs {
     /// Name of the environment variable that sets whether devices need the PCIe mapping of device
-    /// memory. The values are 1, yes, true or on, and 0, no, false, off or nothing, in any case. A
-    /// call of [`Builder::pcie_mapping_first`] overrides the variable.
+    /// memory. The values 1, yes, true and on mean that they do, and 0, no, false and off that they
+    /// do not. Upper and lower case are equal. An empty variable counts as unset. A call of
+    /// [`Builder::pcie_mapping_first`] overrides the variable.
     pub const PCIE_MAPPING_VARIABLE: &str = "HMEM_VERBS_PCIE_MAPPING";
 
     /// Loads libibverbs by its usual name.

@@ -35,8 +35,8 @@ pub(super) struct CqState {
     /// this lock.
     turn: Mutex<()>,
     /// Lock that a thread holds while it reads completions from the NIC, so that completions stay
-    /// in order. Readers of the queue, staged transfers, window calls and reconnections read from
-    /// the NIC.
+    /// in order. The readers of the queue, staged transfers, window calls and reconnections all
+    /// read from the NIC.
     asking: ReentrantMutex<()>,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The queue's completion channel reports completions of the NIC. Other completions (of staged
 //! transfers, and of requests that a closing endpoint cancels) make an event fd readable. Threads
-//! sleep on an epoll fd, which is readable if one of the two is.
+//! sleep on an epoll fd, which is readable if the channel or the event fd is.
 
 use std::{
     collections::VecDeque,
@@ -73,8 +73,9 @@ impl Ready {
         self.ring();
     }
 
-    /// Wakes the sleeping threads. The caller has changed the state before this call. So a thread
-    /// that creates the fds only now is not missed: before it sleeps, it sees the new state.
+    /// Wakes the sleeping threads. The caller has already changed the state that they wait for. If
+    /// no call has created the fds yet, no thread sleeps. A thread that creates the fds later sees
+    /// the new state before it sleeps.
     pub(super) fn ring(&self) {
         if let Some(alarm) = self.alarm.get()
             && let Err(errno) = rustix::io::write(&alarm.event, &1u64.to_ne_bytes())

@@ -474,9 +474,11 @@ impl Regions {
         }
     }
 
-    /// Returns the region's remote key. Returns `None` if `handle.key` is that key (the region has
-    /// one registration under the application's addresses, and the rkey has not changed since
-    /// [`Regions::insert`]), and if the table does not have the region.
+    /// Returns the region's remote key. Returns `None` in two cases:
+    ///
+    /// - `handle.key` is that key: the region has one registration under the application's
+    ///   addresses, and the rkey has not changed since [`Regions::insert`].
+    /// - The table does not have the region.
     ///
     /// # Errors
     /// - KeyNotAvailable: the region is staged.

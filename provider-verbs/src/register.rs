@@ -168,7 +168,11 @@ impl Registrar<'_> {
         Ok(())
     }
 
-    /// Checks [`Settings::iova`], the address by which work requests shall name the first byte.
+    /// Checks that a region can have the address [`Settings::iova`].
+    ///
+    /// # Errors
+    /// InvalidArgument: ZERO_BASED is set as well, a piece would get another offset in its page
+    /// than at the application's address, or the region would reach past the last address.
     fn check_iova(&self, iova: u64, options: VerbsOptions, pieces: &[Piece<'_>]) -> Result<()> {
         let refuse = |why| {
             Err(self
@@ -196,7 +200,8 @@ impl Registrar<'_> {
     /// not check the pages.
     ///
     /// # Errors
-    /// InvalidArgument: the piece does not lie in huge pages, or `/proc/self/smaps` cannot be read.
+    /// InvalidArgument: the piece is not host memory or does not lie in huge pages, or
+    /// `/proc/self/smaps` cannot be read.
     fn check_huge(&self, piece: &Piece<'_>) -> Result<()> {
         let refuse = |why| {
             self.refuse(ErrorKind::InvalidArgument, "register", why)
@@ -218,9 +223,10 @@ impl Registrar<'_> {
         }
     }
 
-    /// Registers one piece of a region, and appends the registrations to `parts`. There are several
-    /// if the piece is longer than `self.max` or the request asks for parallel calls. `base` is the
-    /// address by which work requests name the first byte of the piece, if the request sets one.
+    /// Registers one piece of a region, and appends the registrations to `parts`. There can be
+    /// several if the piece is longer than `self.max`, or if the request asks for parallel calls.
+    /// `base` is the address by which work requests name the first byte of the piece, if the
+    /// request sets one.
     fn register_piece(
         &self,
         piece: &Piece<'_>,
@@ -251,8 +257,8 @@ impl Registrar<'_> {
         parallel::register(&seams, division.threads, progress, one, parts)
     }
 
-    /// Registers `len` bytes at `offset` of a piece with one driver call. `base` is that of
-    /// [`Self::register_piece`].
+    /// Registers `len` bytes at `offset` of a piece with one driver call. `base` is the address by
+    /// which work requests name the first byte of the piece, if the request sets one.
     fn register_part(
         &self,
         piece: &Piece<'_>,

@@ -52,13 +52,13 @@ struct Window {
     /// allocate a new window.
     mw: *mut Mw,
     kind: WindowType,
-    /// The key that the window has once all posted requests have succeeded. For a type 1 window
-    /// whose bind is in progress, the key before that bind.
+    /// The key that the window has once all posted requests have succeeded. While a call binds a
+    /// type 1 window, this is the key before that bind.
     key: u32,
     /// State of the window according to the completions that were read.
     state: WindowState,
-    /// Number of posted binds and invalidations that have not completed. 1 while a call binds a
-    /// type 1 window.
+    /// Number of posted binds and invalidations that have not completed. For a type 1 window, the
+    /// number is 1 during a call that binds the window.
     posted: u32,
     /// Number of the queue pair through which the window is bound once all posted requests have
     /// succeeded; `None` if the window is then free.
@@ -239,8 +239,8 @@ impl Windows {
         bound.map(|(token, _)| *token).collect()
     }
 
-    /// Returns an error if the window `token` forbids `event`, the reset or the destruction of the
-    /// queue pair through which the window is bound.
+    /// Checks that the window `token` permits `event`, which is the reset or the destruction of the
+    /// queue pair through which the window is bound. The error is the rule that forbids the event.
     pub(super) fn check_bound(&self, token: u64, event: WindowEvent) -> Result<(), WindowRule> {
         let map = self.map.lock();
         let Some(window) = map.get(&token) else { return Ok(()) };

@@ -11,7 +11,8 @@
 //! receiver. Its buffers then come from the share for messages, not from the share for RMA.
 //!
 //! A post advances its lane. A reader of any completion queue, or a call of `progress`, advances
-//! all lanes of the device: a transfer may wait for buffers of a transfer with an unread queue.
+//! all lanes of the device. The reason is that a transfer may wait for the staging buffers of
+//! another transfer, whose completion queue no thread reads.
 //!
 //! # Sleep
 //!
@@ -66,8 +67,8 @@ struct Lane {
     entries: Mutex<VecDeque<QueuedRequest>>,
     /// Number that the next request in the lane gets.
     next: AtomicU64,
-    /// Results of posted requests, which the [`Poster`] writes. A thread that holds this lock takes
-    /// no other lock.
+    /// Results of posted requests, which the [`Poster`] writes, and cancellations, which
+    /// [`Lanes::cancel`] writes. A thread that holds this lock takes no other lock.
     updates: Arc<Mutex<LaneUpdates>>,
 }
 
@@ -121,7 +122,7 @@ impl Lanes {
         self.send.is_busy() || self.receive.is_busy()
     }
 
-    /// Cancels all present requests of both lanes when the lanes advance next. Work requests that
+    /// Makes both lanes cancel their present requests when they advance next. Work requests that
     /// the NIC already processes still complete.
     pub(crate) fn cancel(&self) {
         for lane in [&self.send, &self.receive] {
@@ -201,8 +202,8 @@ impl Lanes {
         ended
     }
 
-    /// Advances the requests of a lane until none of them changes, and hands out those that have
-    /// ended. Returns the number of requests that were handed out.
+    /// Advances the requests of a lane until none of them changes. Then moves the completions of
+    /// ended requests to their completion queue, and returns the number of completions.
     fn step(&self, lane: &Lane, entries: &mut VecDeque<QueuedRequest>) -> usize {
         while self.advance(lane, entries) {}
         self.hand_out(lane, entries)
@@ -297,7 +298,8 @@ impl Lanes {
         progressed
     }
 
-    /// Posts a work request of a lane to the NIC, unless a queue of the NIC is full.
+    /// Posts a work request of a lane to the NIC. Returns [`Posted::Full`] if a queue of the NIC is
+    /// full.
     fn post_now(&self, request: &WorkRequest<'_>, token: Token) -> Result<Posted> {
         // SAFETY: the memory lies in regions whose descriptors the request names, or in staging
         // buffers, which live as long as their domain.

@@ -133,8 +133,9 @@ impl QueuedRequest {
 }
 
 impl Task {
-    /// Checks and copies a request. Also checks the keys, so that a wrong key fails the post and
-    /// not a later chunk. `cap` has the limits of the queue pair.
+    /// Checks a request and copies it, so that a lane can run the request after the post. Also
+    /// checks the keys, so that a wrong key fails the post and not a later chunk. `cap` has the
+    /// limits of the queue pair.
     pub(super) fn new(domain: &DomainState, request: &WorkRequest<'_>, cap: QpCap) -> Result<Self> {
         immediate(domain, &request.operation)?;
         check_keys(domain, &request.operation)?;

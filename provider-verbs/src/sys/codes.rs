@@ -38,9 +38,8 @@ bitflags::bitflags! {
         const MEM_WINDOW_TYPE_2B = 1 << 24;
     }
 
-    /// `enum ibv_qp_attr_mask`: the set of attributes that a call sets from a
-    /// [`QpAttr`](super::QpAttr) or queries. Only values that connecting an RC queue pair needs are
-    /// listed.
+    /// `enum ibv_qp_attr_mask`: the attributes that a call queries, or sets from a
+    /// [`QpAttr`](super::QpAttr). Only values that connecting an RC queue pair needs are listed.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct QpAttrMask: c_int {
         /// `IBV_QP_STATE`: selects `qp_state`, the state to move to.
