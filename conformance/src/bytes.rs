@@ -64,8 +64,9 @@ pub(crate) fn assert_no_fd_leaks_of_exports<E: AsFd>(export: impl Fn() -> E, rel
     );
 }
 
-/// Asserts that `repeat` leaves no file open. Fails if each of [`ROUNDS`] calls leaves one open,
-/// after a first call whose files do not count.
+/// Asserts that `repeat` leaves no file open. Calls `repeat` once without a check, and then
+/// [`ROUNDS`] times. Fails if each of these [`ROUNDS`] calls opens a file that is still open at the
+/// end.
 ///
 /// Other threads may open files meanwhile. The check fails because of another thread only if that
 /// thread opens a file in each round and closes none.

@@ -1,4 +1,4 @@
-//! Control over a back end that ordinary callers do not have.
+//! Control of tests over a back end: calls that wait or fail, and counts of calls.
 
 use std::fmt::Debug;
 
@@ -25,8 +25,10 @@ pub enum Call {
     Transfer,
 }
 
-/// Control of a test over a provider. A back end may offer it to [`Suite`](crate::Suite). Without
-/// it, the suite ignores the behaviours that need it, and accepts every kind of access error.
+/// Control of tests over a provider, which a back end may offer to [`Suite`](crate::Suite). Without
+/// this control, the suite ignores the behaviours that need it. If
+/// [`tells_reasons`](Self::tells_reasons) is false, or there is no control, the suite accepts a
+/// refused access with any kind of access error.
 pub trait TestControl: Debug + Send + Sync {
     /// Makes the next call of this kind wait until the gate is released or dropped. Returns `None`
     /// if the back end cannot hold such calls.
@@ -36,16 +38,17 @@ pub trait TestControl: Debug + Send + Sync {
     /// Returns false if the back end cannot do so.
     fn fail_nth(&self, call: Call, nth: u64, errno: Errno) -> bool;
 
-    /// Returns the number of calls of this kind since the first call of this method. Returns `None`
-    /// if the back end does not count them.
+    /// Returns the number of calls of this kind, counted from the first time that this method was
+    /// called. Returns `None` if the back end does not count them.
     fn calls(&self, call: Call) -> Option<u64>;
 
-    /// Returns true if a refused access has the kind of error of its reason. RDMA devices report an
-    /// invalid key, a range out of bounds, an absent page and a missing right alike.
+    /// Returns true if the kind of error of a refused access tells the reason. RDMA devices report
+    /// the same error for an invalid key, a range out of bounds, an absent page and a missing
+    /// right.
     fn tells_reasons(&self) -> bool;
 }
 
-/// The software NIC obeys by its fault injector.
+/// Controls the software NIC by its fault injector.
 impl TestControl for Faults {
     fn hold(&self, call: Call) -> Option<Gate> {
         Some(testing::Faults::hold(self, nic_call(call)))

@@ -30,8 +30,8 @@ use crate::bytes::assert_bytes;
 pub use crate::bytes::pattern;
 pub use crate::memory::{Bytes, HostPages, Owned};
 
-/// Depth of each endpoint: the maximum number of sends in flight, and of receives in flight. Each
-/// completion queue is for both, and so is twice as deep.
+/// Depth of each endpoint: the maximum number of sends in flight, and of receives in flight. A
+/// completion queue serves both, so it is twice as deep.
 pub const DEPTH: u64 = 256;
 
 /// Length of the initiator's buffer for writes and reads.
@@ -67,7 +67,7 @@ impl LinkSide {
         Ok(Self { endpoint, cq, domain, owned: false, next_key: AtomicU64::new(100) })
     }
 
-    /// Lets regions of [`expose`](Self::expose) own their memory.
+    /// Makes [`expose`](Self::expose) register memory that the region owns.
     pub(crate) fn owning(self) -> Self {
         Self { owned: true, ..self }
     }
@@ -85,15 +85,17 @@ impl LinkSide {
         region
     }
 
-    /// Registers by a call of `fi_mr(3)`. Binds and enables the region if the mode requires it.
+    /// Registers memory by [`fabric::regattr`]. Binds and enables the region if the mode requires
+    /// it.
     pub fn regattr(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
         let region = fabric::regattr(&self.domain, attr, flags)?;
         self.make_usable(&region);
         Ok(region)
     }
 
-    /// Registers a part of the test's memory, which the region owns in such cases. Binds and
-    /// enables the region if the mode requires it.
+    /// Registers a part of the test's memory: as memory that the region owns after
+    /// [`owning`](Self::owning), and otherwise by its addresses. Binds and enables the region if
+    /// the mode requires it.
     pub fn expose(&self, range: AddressRange, access: Access) -> Exposed {
         if self.owned {
             // SAFETY: the test keeps the memory for longer than its regions, and holds no
@@ -231,9 +233,9 @@ pub fn segment(range: AddressRange, desc: Option<LocalKey>) -> LocalSegment {
 /// A connected initiator and target.
 #[derive(Debug)]
 pub struct Link {
-    /// The initiator's buffer for writes and reads. The first of them registers it.
+    /// The initiator's buffer for writes and reads. The first write or read registers the buffer.
     scratch: OnceLock<Local>,
-    /// The operands of atomics. The first atomic registers them.
+    /// The operands of atomics. The first atomic registers the operands.
     operands: OnceLock<Local>,
     /// The domain that accesses memory.
     pub initiator: LinkSide,
@@ -248,8 +250,9 @@ pub struct Link {
 }
 
 impl Link {
-    /// Connects two sides. The test uses memory of `device`, or host memory without one. Pass true
-    /// as `host_operands` for NICs that read the operands of atomics from host memory only.
+    /// Connects two sides. The test uses memory of `device`, or host memory if `device` is `None`.
+    /// Pass true as `host_operands` for NICs that read the operands of atomics from host memory
+    /// only.
     pub fn connect(
         initiator: LinkSide,
         target: LinkSide,
@@ -261,7 +264,8 @@ impl Link {
         Self { scratch, operands, initiator, target, peer, device, host_operands }
     }
 
-    /// Returns the initiator and the target without regions of the link's own.
+    /// Returns the initiator and the target, and closes the link's own regions: the initiator's
+    /// buffers for transfers and atomics.
     pub fn into_sides(self) -> [LinkSide; 2] {
         [self.initiator, self.target]
     }
@@ -281,8 +285,8 @@ impl Link {
         self.target.fresh_key()
     }
 
-    /// Allocates zeroed memory of the device, or host memory. In MMU_NOTIFY mode its pages are
-    /// present.
+    /// Allocates zeroed memory of the device, or host memory. In MMU_NOTIFY mode, the memory has
+    /// pages when the call returns, so that a registration covers them.
     pub fn bytes(&self, len: usize) -> Bytes {
         let memory = match &self.device {
             None => Bytes::Host(HostPages::new(len)),
@@ -307,7 +311,7 @@ impl Link {
         self.target.expose(range, access)
     }
 
-    /// Registers by a call of `fi_mr(3)` in the target's domain, with a fresh key.
+    /// Registers memory by [`fabric::regattr`] in the target's domain, with a fresh key.
     pub fn try_expose(&self, attr: &MrAttr<'_>, flags: MrFlags) -> Result<MemoryRegion> {
         self.target.regattr(&attr.key(self.fresh_key()), flags)
     }
@@ -393,7 +397,8 @@ impl Link {
         moved.map(|_| after)
     }
 
-    /// Adds to the 64-bit number at an offset of the region with `key`. Returns the previous value.
+    /// Adds `value` to the 64-bit number `offset` bytes after the base address of `key`, by an
+    /// atomic of the initiator. Returns the previous value.
     pub fn fetch_add(&self, key: &RemoteKey, offset: u64, value: u64) -> Result<u64> {
         // The request of an RDMA device carries the operands, which the CPU reads.
         let local = self.operands.get_or_init(|| {
@@ -460,7 +465,7 @@ pub fn mr_attr(ranges: &[AddressRange], access: Access) -> MrAttr<'_> {
     MrAttr::new(raw(ranges), access)
 }
 
-/// Returns addresses of memory of a test.
+/// Returns memory of a test for registration by its addresses.
 pub fn raw<A>(at: A) -> Raw<A> {
     // SAFETY: the tests own the memory for longer than the regions and hold no references into it.
     unsafe { Raw::new(at, Promise::ReadWrite) }

@@ -51,7 +51,7 @@ impl HostPages {
         unsafe { mmap_anonymous(start, len as usize, ProtFlags::empty(), flags) }.expect("mmap");
     }
 
-    /// Takes the process's right to write the pages.
+    /// Makes the pages read-only for the process.
     pub fn make_read_only(&self) {
         // SAFETY: the range is this value's own mapping, and tests hold no references into it.
         unsafe { mprotect(self.0.as_ptr().cast(), self.0.len(), MprotectFlags::READ) }
@@ -143,7 +143,7 @@ impl Bytes {
     }
 }
 
-/// Host memory that a region owns. The test keeps it mapped for longer.
+/// Host memory that a region owns. The test keeps the memory mapped for longer than the region.
 #[derive(Debug)]
 pub struct Owned(AddressRange);
 

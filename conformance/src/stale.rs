@@ -107,8 +107,8 @@ pub struct StaleCounts {
 }
 
 impl StaleCounts {
-    /// Runs `rounds` rounds and adds them to the counts. After an error the counts include the
-    /// rounds before it, except for `hits`.
+    /// Runs `rounds` rounds and adds them to the counts. After an error, `rounds` and `reused`
+    /// count the rounds that were completed, and `hits` is not updated.
     ///
     /// Each round fills the memory with bytes that no other round uses, and transfers them through
     /// a registration from the domain's cache: a peer reads the memory in even rounds, and writes

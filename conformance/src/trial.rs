@@ -40,19 +40,20 @@ impl IntoOutcome for Outcome {
     }
 }
 
-/// Runs a test. If it panics, panics with the label in front of the message.
+/// Runs a test. If the test panics, this function panics with the label in front of the message.
 pub(crate) fn labeled(label: &dyn Display, test: impl FnOnce() -> Outcome) -> Outcome {
     catch_unwind(AssertUnwindSafe(test))
         .unwrap_or_else(|panic| panic!("{label}: {}", text(&*panic)))
 }
 
-/// The name of a behaviour, the doc comment that lists the requirements behind it, and the function
-/// that tests it on a new back end.
+/// The name of a behaviour, its doc comment (the requirements behind it, and the behaviour in a
+/// sentence), and the function that tests it on a new back end.
 pub(crate) type Behaviour<B> = (&'static str, &'static str, fn(&B) -> Outcome);
 
 /// Defines the constant `BEHAVIOURS`, a list of behaviours. The doc comment before a name has the
-/// ids of the requirements (`docs/requirements.md`) that the behaviour tests, if any. With `cases`,
-/// a behaviour runs in each case of a provider that has the properties after its name.
+/// ids of the requirements (`docs/requirements.md`) that the behaviour tests, if any, and says what
+/// holds. With `cases`, a behaviour is tested in each case of a provider that has the properties
+/// after its name.
 macro_rules! behaviours {
     ($backend:ty: $($(#[doc = $doc:literal])* $name:ident,)*) => {
         pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<$backend>] =

@@ -27,91 +27,120 @@ use register::*;
 
 behaviours! {
     Arc<dyn Iface>:
-    /// Requirements HM-01 and HM-02
+    /// Requirements HM-01 and HM-02: a query returns an allocation for its first, middle and last
+    /// byte, and not for the byte before or after it.
     query_claims_exactly_the_allocation,
-    /// Requirements HM-01 and HM-02
+    /// Requirements HM-01 and HM-02: a query of the byte after a buffer of odd length does not
+    /// return the buffer's allocation.
     padding_after_an_odd_length_is_not_claimed,
-    /// Requirement HM-02
+    /// Requirement HM-02: a query of heap, stack or code, or of the first or last address, returns
+    /// no allocation.
     address_of_no_allocation_is_not_claimed,
-    /// Requirement HM-01
+    /// Requirement HM-01: an allocation has exactly the requested length and kind. Memory other
+    /// than host and managed memory lies on the requested device.
     allocation_has_the_length_kind_and_device_asked_for,
-    /// Requirement HM-01
+    /// Requirement HM-01: two live allocations share no address.
     live_allocations_do_not_overlap,
-    /// Requirement HM-05
+    /// Requirement HM-05: an allocation on a device that the iface does not have fails with
+    /// InvalidArgument.
     allocation_on_an_unknown_device_is_refused,
-    /// Requirement HM-01
+    /// Requirement HM-01: each allocation has an identity that no earlier allocation had.
     identities_are_never_reused,
-    /// Requirement HM-02
+    /// Requirement HM-02: each allocation lies in the address span that the iface reports.
     address_span_holds_every_allocation,
-    /// Requirement HM-01
+    /// Requirement HM-01: a query of freed memory does not return the freed allocation.
     freed_memory_is_no_longer_claimed,
-    /// Requirement MR-18
+    /// Requirement MR-18: a second free of one allocation fails with InvalidArgument.
     second_free_is_refused,
-    /// Requirement HM-15
+    /// Requirement HM-15: a free releases the memory and its addresses, so that more memory than
+    /// the device has can be allocated and freed in turn.
     freed_memory_can_be_allocated_again,
-    /// Requirement HM-15
+    /// Requirement HM-15: a freed allocation leaves no file descriptor open.
     allocating_and_freeing_leaks_no_fd,
-    /// Requirement HM-03
+    /// Requirement HM-03: a copy to, from or within a buffer writes its destination and no other
+    /// byte.
     copy_moves_exactly_the_named_bytes,
-    /// Requirement HM-03
+    /// Requirement HM-03: copies by several threads at once, each in its own buffer, do not mix
+    /// their bytes.
     copies_on_several_threads_are_kept_apart,
-    /// Requirement HM-03
+    /// Requirement HM-03: a copy to or from a range that ends past its allocation fails with
+    /// OutOfBounds and moves no byte.
     copy_past_an_allocation_is_refused,
-    /// Requirement HM-03
+    /// Requirement HM-03: a copy to or from a buffer of odd length and the byte after it fails with
+    /// OutOfBounds.
     copy_into_the_padding_after_an_odd_length_is_refused,
-    /// Requirements HM-03 and MR-18
+    /// Requirements HM-03 and MR-18: a copy between two addresses outside the iface's allocations
+    /// fails with OutOfBounds.
     copy_of_unknown_memory_is_refused,
-    /// Requirement HM-03
+    /// Requirement HM-03: an asynchronous copy has written its destination, and no other byte, when
+    /// its wait returns.
     started_copy_moves_exactly_the_named_bytes,
-    /// Requirement HM-06
+    /// Requirement HM-06: an export has the length of its range and the offset of the range in the
+    /// allocation, and the range lies inside the dma-buf.
     dma_buf_has_the_offsets_and_the_length_of_its_range,
-    /// Requirement HM-06
+    /// Requirement HM-06: a CPU mapping of the dma-buf shows the bytes of the exported range.
     dma_buf_holds_the_bytes_of_its_range,
-    /// Requirement HM-06
+    /// Requirement HM-06: the export of a range that ends past its allocation fails.
     dma_buf_past_an_allocation_is_refused,
-    /// Requirement HM-06
+    /// Requirement HM-06: the export of a buffer of odd length and the byte after it fails. The
+    /// export of the buffer's last byte succeeds.
     dma_buf_of_the_padding_after_an_odd_length_is_refused,
-    /// Requirement MR-18
+    /// Requirement MR-18: the dma-buf of a freed allocation does not show the bytes of later
+    /// allocations.
     dma_buf_of_freed_memory_shows_no_other_memory,
-    /// Requirement MR-18
+    /// Requirement MR-18: the export of an allocation fails after the allocation was freed.
     dma_buf_of_an_allocation_that_was_freed_is_refused,
-    /// Requirement HM-06
+    /// Requirement HM-06: a released export leaves no file descriptor open.
     exporting_dma_bufs_leaks_no_fd,
-    /// Requirement HM-07
+    /// Requirement HM-07: the segments of a range cover it in address order, without gaps.
     segments_cover_the_range,
-    /// Requirement HM-10
+    /// Requirement HM-10: an IPC handle opens memory with the bytes of the exported allocation. A
+    /// query returns the opened memory until it is closed.
     ipc_handle_opens_the_allocation,
-    /// Requirement HM-10
+    /// Requirement HM-10: bytes that are no IPC handle fail to open with Malformed.
     malformed_ipc_handle_is_refused,
-    /// Requirement HM-15
+    /// Requirement HM-15: a page of host memory can be registered with the device API and
+    /// unregistered. A second unregistration fails with InvalidArgument.
     host_memory_is_registered_and_unregistered_once,
-    /// Requirement HM-14
+    /// Requirement HM-14: the flush of inbound writes succeeds on each device of the iface.
     inbound_flush_succeeds_on_every_device,
-    /// Requirement HM-15
+    /// Requirement HM-15: the error for a facet that the iface lacks is Unsupported or Unavailable,
+    /// and names the iface.
     missing_facet_is_an_unsupported_error,
-    /// Requirement MON-07
+    /// Requirement MON-07: a monitor with callbacks notifies its subscriber of a free. A monitor
+    /// with identities reports the freed allocation as no longer valid.
     monitor_detects_a_free,
-    /// Requirement MON-07
+    /// Requirement MON-07: a subscription to part of an allocation is notified when the allocation
+    /// is freed.
     subscription_to_a_part_detects_the_free_of_its_allocation,
-    /// Requirement MON-07
+    /// Requirement MON-07: the free of an allocation notifies each of its subscriptions, except
+    /// those that have ended.
     each_subscription_to_an_allocation_is_notified,
-    /// Requirement MON-07
+    /// Requirement MON-07: a query of a freed address returns no allocation once the notification
+    /// of the free ends.
     freed_memory_is_not_claimed_after_its_notification,
-    /// Requirement MON-07
+    /// Requirement MON-07: freed addresses are not allocated again before the subscribers were
+    /// notified of the free.
     freed_addresses_are_not_allocated_before_the_notification,
-    /// Requirement MON-08
+    /// Requirement MON-08: a free does not notify a subscription that has ended.
     monitor_is_silent_after_unsubscribing,
-    /// Requirement CACHE-11
+    /// Requirement CACHE-11: a transfer through a cached registration moves no bytes of freed
+    /// memory.
     cached_registration_never_moves_bytes_of_freed_memory,
-    /// Requirement P2P-06
+    /// Requirement P2P-06: peers write and read exactly the registered part of an allocation, under
+    /// the policy `Enabled`.
     part_of_an_allocation_is_reached_by_the_default_path,
-    /// Requirement P2P-06
+    /// Requirement P2P-06: peers write and read exactly the registered part of an allocation, over
+    /// a direct path (policy `Required`).
     part_of_an_allocation_is_reached_by_a_direct_path,
-    /// Requirements P2P-06 and BNC-03
+    /// Requirements P2P-06 and BNC-03: peers write and read exactly the registered part of an
+    /// allocation, by staged copies for device memory (policy `Disabled`).
     part_of_an_allocation_is_reached_by_staged_copies,
-    /// Requirements ARM-02 and P2P-06
+    /// Requirements ARM-02 and P2P-06: the key of a range inside a page reaches the first and the
+    /// last byte of the range, and no byte around it.
     part_inside_a_page_is_reached_to_its_exact_ends,
-    /// Requirement HM-01
+    /// Requirement HM-01: a registration queries the iface at most twice, once for each end of the
+    /// range.
     registration_queries_the_iface_once_per_end,
 }
 
@@ -119,7 +148,7 @@ behaviours! {
 const LEN: u64 = 256 << 10;
 
 /// Parts of an allocation that the behaviours use, as (offset, length): all of it, some whole
-/// pages, and a range that starts and ends inside pages. With pages of 64 KiB the last one is
+/// pages, and a range that starts and ends inside pages. With pages of 64 KiB this last range is
 /// inside one page.
 const PARTS: [(u64, u64); 3] = [(0, LEN), (64 << 10, 64 << 10), (70_001, 10_007)];
 

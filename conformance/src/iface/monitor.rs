@@ -92,8 +92,9 @@ impl Watcher<AtomicU64> {
     }
 }
 
-/// Time that another thread has to query or allocate memory during a notification. An iface that
-/// holds a lock while it notifies blocks the thread until the notification has ended.
+/// Maximum time for which a notification waits until another thread has queried or allocated
+/// memory. Without a maximum, an iface that holds a lock while it notifies would block both
+/// threads.
 const ANSWER_TIME: Duration = Duration::from_millis(100);
 
 /// Queries the iface for an address at the end of each change.
@@ -182,8 +183,9 @@ impl Subscriber {
         }
     }
 
-    /// Like [`Self::start`], but skips the behaviour also if the monitor compares identities, and
-    /// so needs no notifications.
+    /// Starts the monitor like [`Self::start`]. Skips the behaviour if the iface has no monitor,
+    /// and also if the monitor detects changes by comparing identities. Such a monitor notifies
+    /// nobody.
     fn start_with_callbacks(iface: &dyn Iface) -> Result<Self, Skipped> {
         let started = Self::start(iface)?;
         match started.monitor.detection() {
@@ -213,7 +215,8 @@ impl Subscriber {
         }
     }
 
-    /// Returns the outcome of the behaviour: skipped if the monitor watches no kind of memory.
+    /// Returns the outcome of the behaviour: a success if a subscription has succeeded, and a skip
+    /// if the monitor watches no kind of memory.
     fn outcome(self) -> Outcome {
         if self.watched {
             return Ok(());

@@ -192,9 +192,9 @@ fn moved(cq: &dyn CompletionQueue) -> Result<u64> {
     done.remove(0).result
 }
 
-/// Tests that a cached registration is not used after its memory was freed. The NIC keeps the pages
-/// of its registrations, so that a stale registration moves bytes of the freed memory. A dma-buf
-/// keeps its pages; the NIC pins those of host memory.
+/// Tests that a cached registration is not used after its memory was freed. The registered pages
+/// stay until the deregistration: the dma-buf keeps those of device memory, and the NIC pins those
+/// of host memory. So a stale registration would move bytes of the freed memory.
 pub(super) fn cached_registration_never_moves_bytes_of_freed_memory(
     iface: &Arc<dyn Iface>,
 ) -> Outcome {

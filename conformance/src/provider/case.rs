@@ -50,27 +50,28 @@ impl fmt::Display for TestMemory {
     }
 }
 
-/// A property that a behaviour needs of a case, with the reason.
+/// A property that a case must have for a behaviour to be tested in it, and the reason for skipping
+/// other cases.
 pub(super) struct Need {
     pub(super) reason: &'static str,
     pub(super) met: fn(&Case) -> bool,
 }
 
-/// One case of a behaviour.
+/// A case in which behaviours are tested: a provider, and memory that its peers reach.
 #[derive(Clone, Debug)]
 pub(super) struct Case {
     pub(super) provider: Arc<dyn Provider>,
     /// Attributes of the first NIC.
     pub(super) attr: ProviderAttr,
-    /// Optional facets of its domains.
+    /// Optional facets of the provider's domains.
     pub(super) features: Features,
     pub(super) memory: TestMemory,
     pub(super) control: Option<Arc<dyn TestControl>>,
 }
 
 impl Case {
-    /// Runs a behaviour in each case that meets its needs. The result is the first reason for a
-    /// skip if there is no such case.
+    /// Tests a behaviour in each case that has the properties `needs`. The result is a success if a
+    /// case succeeded, and otherwise the reason why the first case was skipped.
     pub(super) fn each<O: IntoOutcome>(
         subject: &Subject,
         needs: &[Need],
@@ -170,7 +171,8 @@ fn is_access_error(error: &Error) -> bool {
     )
 }
 
-/// Properties that several behaviours need.
+/// Properties of cases, which the lists of behaviours name. A behaviour is tested only in cases
+/// that have all of its properties.
 pub(super) mod needs {
     use super::{Case, Features, MrMode, Need, TestMemory};
 
@@ -182,19 +184,19 @@ pub(super) mod needs {
         Need { reason, met }
     }
 
-    /// The behaviour runs once for a provider.
+    /// One case of each provider, for behaviours that do not depend on the memory.
     pub(in super::super) const ONCE: Need =
         need("the memory makes no difference", |case| case.memory == TestMemory::OwnedHost);
     pub(in super::super) const OWN_KEYS: Need =
         need("the provider picks the keys", |case| !case.has(MrMode::PROV_KEY));
-    /// The test replaces the pages behind an address.
+    /// Host memory that no region owns, for tests that replace the pages behind an address.
     pub(in super::super) const HOST_PAGES: Need =
         need("the test replaces host pages that no region owns", |case| {
             case.memory == TestMemory::Host
         });
     pub(in super::super) const DEVICE_MEMORY: Need =
         need("the behaviour concerns device memory", |case| !case.is_host());
-    /// No mr_mode bit changes the rules.
+    /// A provider that requires no mr_mode bit, because such a bit changes the rule.
     pub(in super::super) const DEFAULT_MODE: Need =
         need("an mr_mode bit changes the rule", |case| case.attr.required_mr_mode.is_empty());
     pub(in super::super) const VIRTUAL_ADDRESSES: Need =
@@ -209,7 +211,9 @@ pub(super) mod needs {
         });
     pub(in super::super) const BY_HAND: Need =
         need("the NIC makes progress of its own", Case::by_hand);
-    /// The behaviour takes long, so that it runs in one mode of a provider with several.
+    /// The cases for behaviours that take long. With test control, the NIC makes progress by calls
+    /// and requires no mr_mode bit. Without test control, the memory is host memory that no region
+    /// owns.
     pub(in super::super) const LONG: Need =
         need("five rounds show it in this mode and memory", |case| match case.control {
             Some(_) => case.by_hand() && case.attr.required_mr_mode.is_empty(),
@@ -241,7 +245,8 @@ pub(super) mod needs {
         need("the provider has no sub-regions", |case| has(case, Features::SUB_REGIONS));
     pub(in super::super) const CONTROL: Need =
         need("the back end offers no test control", |case| case.control.is_some());
-    /// Windows have no raw keys. A driver may bind windows to host memory only.
+    /// A NIC with windows, in a mode other than RAW, because windows have no raw keys. Without test
+    /// control the memory must be host memory, since a driver may bind windows to host memory only.
     pub(in super::super) const WINDOWS: Need =
         need("the NIC has no windows for this memory or mode", |case| {
             has(case, Features::WINDOWS)

@@ -93,7 +93,7 @@ impl DerefMut for CaseLink {
     }
 }
 
-/// Sets a flag when it is dropped.
+/// A guard that sets a flag on drop.
 struct Ending<'a>(&'a AtomicBool);
 
 impl Drop for Ending<'_> {
@@ -107,7 +107,7 @@ impl CaseLink {
         Setup::of(case).open()
     }
 
-    /// Returns the initiator and the target without regions of the link's own.
+    /// Returns the initiator and the target, as [`Link::into_sides`] does.
     pub(super) fn into_sides(self) -> [LinkSide; 2] {
         self.link.into_sides()
     }

@@ -1,4 +1,7 @@
 //! Behaviours that every provider must have.
+//!
+//! An entry of the list is the function that tests the behaviour, with the properties (module
+//! `case::needs`) that a case must have to be tested.
 
 mod case;
 mod closing;
@@ -30,213 +33,313 @@ use crate::trial::behaviours;
 
 behaviours! {
     cases:
-    /// Requirements MR-01, P2P-06 and BNC-03
+    /// Requirements MR-01, P2P-06 and BNC-03: a write by a peer changes exactly the bytes that it
+    /// names, and a read returns them, over each path.
     write_and_read_move_exactly_the_named_bytes;
-    /// Requirement MR-03
+    /// Requirement MR-03: peers address a region of several ranges as one sequence of bytes, in the
+    /// order of the ranges.
     region_of_several_ranges_is_one_run_of_bytes, ZERO_BASED;
-    /// Requirement MR-09
+    /// Requirement MR-09: a message arrives in the buffer of the posted receive, and no byte around
+    /// it changes.
     message_arrives_in_the_posted_buffer;
-    /// Requirement MR-09
+    /// Requirement MR-09: a fetch-add returns the old value, and changes only the word that it
+    /// names.
     atomic_returns_the_old_value_and_adds, ATOMICS;
     each_request_completes_once_with_its_context;
     posting_until_again_loses_no_completion, ONCE;
-    /// Requirement MODE-02
+    /// Requirement MODE-02: without mode bits, addresses without pages can be registered. A
+    /// transfer to an absent page fails, and succeeds once the page is there.
     absent_pages_register_and_fail_only_the_transfer, HOST_PAGES, DEFAULT_MODE;
-    /// Requirement MODE-02
+    /// Requirement MODE-02: without mode bits, a key has the requested number, and peers address
+    /// the region from 0.
     peers_address_from_0_with_the_requested_key, DEFAULT_MODE;
-    /// Requirement MODE-05
+    /// Requirement MODE-05: in VIRT_ADDR mode, peers reach each range of a region at the range's
+    /// own virtual addresses, and not the gaps between the ranges.
     peers_use_the_targets_addresses_for_every_range, VIRTUAL_ADDRESSES;
-    /// Requirement MODE-06
+    /// Requirement MODE-06: in ALLOCATED mode, the registration of addresses without pages fails
+    /// with BadAddress. So does the registration of read-only pages for remote writes.
     range_without_pages_is_refused, HOST_PAGES, ALLOCATED_MODE;
-    /// Requirement MODE-07
+    /// Requirement MODE-07: in PROV_KEY mode, the provider ignores the requested key, and gives
+    /// each region a key of its own.
     requested_key_is_ignored, PLAIN_KEYS, PROVIDER_KEYS;
-    /// Requirement MODE-08
+    /// Requirement MODE-08: in MMU_NOTIFY mode, peers reach the pages that were present at the
+    /// registration or were refreshed since, and no others.
     peers_reach_only_refreshed_pages, HOST_PAGES, NOTIFY_MODE;
-    /// Requirement MODE-08
+    /// Requirement MODE-08: in MMU_NOTIFY mode, accesses to a region and a second refresh fail
+    /// while the region is being refreshed.
     peers_fail_during_a_refresh, HOST_PAGES, NOTIFY_MODE, CONTROL;
-    /// Requirement MODE-09
+    /// Requirement MODE-09: in RMA_EVENT mode, a region for counters refuses accesses until it is
+    /// enabled, and takes no more counters afterwards.
     counters_are_bound_before_the_region_is_enabled, RMA_EVENT_MODE;
-    /// Requirement MODE-10
+    /// Requirement MODE-10: in ENDPOINT mode, a region must be bound to an endpoint and enabled.
+    /// Peers then reach it through that endpoint only.
     regions_are_reached_through_their_endpoint_only, ENDPOINT_MODE;
-    /// Requirement MODE-10
+    /// Requirement MODE-10: without ENDPOINT mode, a region needs no endpoint, and its binding to
+    /// an endpoint fails.
     other_modes_do_not_bind_to_endpoints, UNBOUND;
-    /// Requirement MODE-11
+    /// Requirement MODE-11: in LOCAL or HMEM mode, a local device buffer without a descriptor is
+    /// refused. In other modes the domain finds the iface of the buffer.
     device_buffers_need_a_descriptor_or_are_detected, DEVICE_MEMORY, LOCAL_RIGHTS;
-    /// Requirement MODE-12
+    /// Requirement MODE-12: in COLLECTIVE mode, the buffers of a broadcast need the right
+    /// COLLECTIVE. In other modes they do not.
     buffers_of_a_broadcast_need_the_collective_right, CONTROL;
-    /// Requirement HM-14
+    /// Requirement HM-14: an endpoint cannot use a completion queue that its own domain did not
+    /// open, because only that domain's queues flush inbound writes to device memory.
     queue_of_another_domain_is_refused, ONCE;
     transfers_progress_by_the_declared_agent;
     requests_take_effect_in_the_declared_order;
     messages_keep_the_declared_order;
-    /// Requirement EVT-05
+    /// Requirement EVT-05: a wait returns when a request completes or the timeout ends, with at
+    /// most the requested number of completions.
     wait_ends_with_a_completion_or_its_timeout;
-    /// Requirement EVT-05
+    /// Requirement EVT-05: after the completion channel of an empty queue is armed, its file
+    /// descriptor becomes readable with the next completion.
     channel_is_readable_from_the_next_completion_on;
-    /// Requirement EVT-04
+    /// Requirement EVT-04: if the NIC carries no immediate data, a write or message with such data
+    /// fails with Unsupported.
     immediate_data_is_refused_if_the_nic_carries_none, NO_IMMEDIATE_DATA;
-    /// Requirement EVT-04
+    /// Requirement EVT-04: a write with immediate data completes one receive of the target, with
+    /// the data, after the written bytes have arrived.
     write_with_immediate_data_completes_a_receive, IMMEDIATE_DATA;
-    /// Requirement EVT-04
+    /// Requirement EVT-04: a write with immediate data waits if the target has posted no receive.
+    /// Later receives complete in the order of the writes.
     write_with_immediate_data_waits_for_a_receive, IMMEDIATE_DATA;
-    /// Requirement EVT-04
+    /// Requirement EVT-04: the completion of a receive has the immediate data of the message, or
+    /// none if the message has none.
     messages_carry_immediate_data, IMMEDIATE_DATA;
-    /// Requirement EVT-04
+    /// Requirement EVT-04: a post with more bits of immediate data than the NIC carries fails with
+    /// InvalidArgument.
     too_wide_immediate_data_is_refused, IMMEDIATE_DATA;
-    /// Requirement MR-09
+    /// Requirement MR-09: peers can read only with a key that grants REMOTE_READ, and write only
+    /// with a key that grants REMOTE_WRITE.
     peers_get_the_rights_of_the_key_and_no_others;
-    /// Requirement MR-08
+    /// Requirement MR-08: if regions overlap, each key grants only its own region's rights, and
+    /// closing one region leaves the others usable.
     overlapping_regions_grant_each_their_own_rights;
-    /// Requirement MR-09
+    /// Requirement MR-09: a fetch-add needs a right to write: REMOTE_WRITE is enough, and
+    /// REMOTE_READ is not.
     atomics_need_the_right_to_write, ATOMICS;
-    /// Requirement MR-09
+    /// Requirement MR-09: an atomic read needs REMOTE_READ, REMOTE_WRITE or REMOTE_ATOMIC.
+    /// REMOTE_RMA_WRITE is not enough.
     atomic_read_needs_a_right_to_read_or_to_atomics, ATOMICS;
-    /// Requirement MR-09
+    /// Requirement MR-09: a region with REMOTE_RMA_WRITE alone grants no atomics, and one with
+    /// REMOTE_ATOMIC alone grants no writes.
     writes_and_atomics_can_be_granted_separately, ATOMICS;
-    /// Requirement MR-09
+    /// Requirement MR-09: a sub-region of a region without any right can grant reads, but not
+    /// writes.
     sub_region_of_a_region_without_rights_may_read, SUB_REGIONS;
-    /// Requirement MR-09
+    /// Requirement MR-09: a sub-region can grant writes without atomics, or atomics without writes,
+    /// whichever of the two its base grants.
     sub_regions_grant_writes_and_atomics_separately, ATOMICS, SUB_REGIONS;
-    /// Requirements MR-09 and MW-05
+    /// Requirements MR-09 and MW-05: a window can grant writes without atomics, or atomics without
+    /// writes. It can grant neither on a region that the NIC may not write.
     windows_grant_writes_and_atomics_separately, ATOMICS, WINDOWS;
-    /// Requirement MR-09
+    /// Requirement MR-09: an access that includes a byte before or after the region fails and moves
+    /// no byte.
     one_byte_past_either_end_is_refused;
-    /// Requirement MR-05
+    /// Requirement MR-05: an access with the key of a closed region fails, and the endpoints still
+    /// work.
     closed_region_is_unreachable;
-    /// Requirement MR-05
+    /// Requirement MR-05: a write in flight does not change the memory of a region after the close
+    /// of the region has returned.
     transfers_in_flight_leave_a_closed_region_alone, ONCE;
-    /// Requirement MR-05
+    /// Requirement MR-05: the close of a region waits for a transfer that has begun. A transfer
+    /// that begins during the close fails.
     close_ends_transfers_in_flight_before_it_returns, CONTROL;
-    /// Requirement MR-05
+    /// Requirement MR-05: a read in flight does not change its local buffer after the close of the
+    /// buffer's region has returned.
     close_of_a_local_buffer_ends_transfers_in_flight_too, CONTROL;
-    /// Requirement MR-05
+    /// Requirement MR-05: a close during a stream of writes makes the writes fail, and none changes
+    /// the memory after the close has returned.
     close_amid_a_stream_of_writes_leaves_the_memory_alone, PLAIN_KEYS;
-    /// Requirement MR-05
+    /// Requirement MR-05: a posted request that has not begun fails after the close of a region
+    /// that it uses.
     posted_transfers_that_have_not_begun_fail_after_close, CONTROL, BY_HAND;
-    /// Requirement MR-05
+    /// Requirement MR-05: after a refused access, transfers work again once both endpoints have
+    /// reconnected.
     reconnect_recovers_both_sides_of_a_refused_access;
-    /// Requirement MR-06
+    /// Requirement MR-06: the close of a region with an open counter fails with Busy, and the
+    /// region still works and counts.
     region_with_a_counter_is_busy_and_still_works, COUNTERS;
-    /// Requirement MR-06
+    /// Requirement MR-06: a region can be closed once all of its counters are closed, in any order.
     region_closes_after_the_last_of_its_counters, COUNTERS;
-    /// Requirement MR-06
+    /// Requirement MR-06: in ENDPOINT mode, a region can be closed before its endpoint, which still
+    /// serves other regions.
     region_closes_before_its_endpoint, ENDPOINT_MODE;
-    /// Requirement MR-06
+    /// Requirement MR-06: in ENDPOINT mode, no endpoint reaches a region whose endpoint is closed.
+    /// The region can still be closed.
     region_of_a_closed_endpoint_is_unreachable_and_closes, ENDPOINT_MODE;
-    /// Requirement MR-07
+    /// Requirement MR-07: in five rounds, memory is closed, freed and allocated again at one
+    /// address. Each new registration reaches the new bytes.
     memory_at_a_reused_address_is_reached_five_times;
-    /// Requirement MR-07
+    /// Requirement MR-07: in 10,000 rounds, memory is closed, freed and allocated again at one
+    /// address. Each new registration reaches the new bytes.
     memory_at_a_reused_address_is_reached_ten_thousand_times, LONG;
-    /// Requirement MR-07
+    /// Requirement MR-07: after the pages of a region were replaced, the NIC uses either the old or
+    /// the new pages, for reads and writes alike. After a refresh it uses the new pages.
     registration_keeps_its_pages_or_follows_the_mapping, HOST_PAGES;
-    /// Requirement MR-14
+    /// Requirement MR-14: a key with MR_SINGLE_USE is invalid after the first access that succeeds.
+    /// Refused accesses do not count.
     single_use_key_works_once, CONTROL;
-    /// Requirements MODE-03 and MR-09
+    /// Requirements MODE-03 and MR-09: a foreign, forged or stale descriptor of a local buffer is
+    /// refused. In LOCAL mode, and for device memory in HMEM mode, so is a buffer without a
+    /// descriptor.
     local_buffers_need_a_descriptor_of_a_live_region;
-    /// Requirement MR-09
+    /// Requirement MR-09: a local buffer needs WRITE for a write, READ for a read, and SEND for a
+    /// message.
     local_buffers_need_the_right_of_their_operation, LOCAL_RIGHTS;
-    /// Requirement MR-09
+    /// Requirement MR-09: a receive fails if the region of its buffer lacks RECV, or if the buffer
+    /// leaves the region.
     receives_need_the_right_recv_and_stay_in_bounds, LOCAL_RIGHTS;
-    /// Requirement MR-09
+    /// Requirement MR-09: a post to a peer that the endpoint itself did not resolve fails with
+    /// InvalidArgument.
     peer_of_another_endpoint_is_refused, ONCE;
-    /// Requirement MR-07
+    /// Requirement MR-07: memory that the close of a region returned can be registered again, and
+    /// peers read its current bytes.
     memory_is_registered_again_after_close, ONCE;
-    /// Requirement MR-16
+    /// Requirement MR-16: several threads can register and close regions of one domain at the same
+    /// time.
     threads_register_and_close_at_once, ONCE;
-    /// Requirement MR-11
+    /// Requirement MR-11: after its regions and endpoints are closed, a domain counts no live
+    /// object and can be closed.
     closing_everything_leaves_nothing_live, ONCE;
-    /// Requirement MR-11
+    /// Requirement MR-11: domains, endpoints and regions leave no file descriptor open after they
+    /// are dropped.
     opening_and_closing_leaks_no_fd, ONCE;
-    /// Requirements KEY-01 and KEY-02
+    /// Requirements KEY-01 and KEY-02: no two live regions have the same key, whether the
+    /// application or the provider chose the keys.
     live_regions_have_keys_of_their_own;
-    /// Requirement KEY-01
+    /// Requirement KEY-01: a requested key of `u64::MAX`, or with more bits than the NIC's keys
+    /// have, fails with KeyRejected.
     requested_key_that_the_nic_cannot_use_is_rejected, OWN_KEYS;
-    /// Requirement KEY-01
+    /// Requirement KEY-01: a request for the key of a live region of the domain fails with NoKey,
+    /// and succeeds after that region is closed.
     requested_key_in_use_is_refused, OWN_KEYS;
-    /// Requirement KEY-05
+    /// Requirement KEY-05: peers reach a region only if their endpoint has the region's
+    /// authorization key. A region without a key of its own has that of its domain.
     peers_need_the_auth_key_of_the_region;
-    /// Requirement KEY-03
+    /// Requirement KEY-03: `raw_attr` fails with TooSmall and the needed size if the buffer is too
+    /// small. Otherwise it returns the raw key and the base address of any region.
     raw_attr_returns_the_needed_size_and_works_on_every_region, RAW_KEYS;
-    /// Requirements KEY-03, KEY-04 and MODE-04
+    /// Requirements KEY-03, KEY-04 and MODE-04: a mapped raw key works only in the domain that
+    /// mapped it, until that domain unmaps it or the region is closed.
     raw_key_is_mapped_used_and_unmapped, RAW_KEYS;
-    /// Requirement KEY-04
+    /// Requirement KEY-04: the close of a domain fails with Busy until the domain has unmapped its
+    /// raw keys.
     domain_with_mapped_keys_is_busy_at_close, RAW_KEYS;
-    /// Requirement MODE-10
+    /// Requirement MODE-10: bytes that are no endpoint name fail to resolve with Malformed.
     malformed_endpoint_name_is_refused, ONCE;
-    /// Requirement SUB-01
+    /// Requirement SUB-01: a sub-region has a key, rights and bounds of its own. Closing it leaves
+    /// its base usable.
     sub_region_has_its_own_key_rights_and_bounds, SUB_REGIONS;
-    /// Requirement SUB-01
+    /// Requirement SUB-01: a sub-region is refused if it leaves its base, lets the NIC write a base
+    /// that the NIC may only read, or has a base of another domain.
     sub_region_that_exceeds_its_base_is_refused, SUB_REGIONS;
-    /// Requirement SUB-01
+    /// Requirement SUB-01: the provider itself, without the checks of a domain, refuses a
+    /// sub-region that exceeds its base in range or rights.
     sub_region_past_the_domain_gets_no_more_than_its_base, SUB_REGIONS;
-    /// Requirement SUB-02
+    /// Requirement SUB-02: a base cannot be closed before its sub-regions, which may have
+    /// sub-regions in turn.
     base_closes_after_its_sub_regions_three_levels_deep, SUB_REGIONS;
-    /// Requirement SUB-02
+    /// Requirement SUB-02: the registration of a dropped base ends when its last sub-region is
+    /// dropped.
     dropped_base_lives_as_long_as_its_sub_regions, SUB_REGIONS;
-    /// Requirement SUB-03
+    /// Requirement SUB-03: sub-regions register no pages and export no dma-buf beyond the
+    /// registration of their base.
     sub_regions_pin_and_register_no_pages, SUB_REGIONS;
-    /// Requirement KEY-08
+    /// Requirement KEY-08: peers reach a sub-region only with the sub-region's own authorization
+    /// key, whichever key the base has.
     sub_region_is_reached_with_its_own_auth_key_only, SUB_REGIONS;
-    /// Requirement KEY-08
+    /// Requirement KEY-08: in ENDPOINT mode, peers reach a sub-region only through the endpoint
+    /// that it is bound to, which may differ from that of the base.
     sub_region_is_reached_through_its_own_endpoint_only, SUB_REGIONS, ENDPOINT_MODE;
-    /// Requirement KEY-08
+    /// Requirement KEY-08: a write to a sub-region with a counter fails if the target's endpoint
+    /// lacks the capability RMA_EVENT.
     counted_sub_region_needs_rma_event, SUB_REGIONS, COUNTERS;
-    /// Requirement EVT-02
+    /// Requirement EVT-02: the counter of a sub-region counts writes and atomics with the
+    /// sub-region's key, and none with the base's key.
     sub_region_counts_its_own_writes, SUB_REGIONS, COUNTERS;
-    /// Requirements MW-01 and MW-02
+    /// Requirements MW-01 and MW-02: peers reach the memory of a bound window until the window is
+    /// unbound or invalidated.
     window_is_reached_until_it_is_invalidated, WINDOWS;
-    /// Requirement MW-07
+    /// Requirement MW-07: an access that leaves the window fails, even inside the region of the
+    /// window.
     nothing_is_reached_outside_a_window, WINDOWS;
-    /// Requirements MR-06 and MW-06
+    /// Requirements MR-06 and MW-06: the close of a region with a bound window fails with Busy, and
+    /// the region still works.
     region_with_a_bound_window_is_busy, WINDOWS;
-    /// Requirements MW-05 and MW-07
+    /// Requirements MW-05 and MW-07: the provider itself, without the checks of a domain, refuses a
+    /// window that exceeds its region in range or rights.
     window_bound_past_the_domain_gets_no_more_than_its_region, WINDOWS;
-    /// Requirement MW-01
+    /// Requirement MW-01: each bind gives a type 1 window a new key, and ends the old key.
     type_1_window_changes_its_key_at_each_bind, WINDOWS, CONTROL;
-    /// Requirement MW-01
+    /// Requirement MW-01: a bind of a type 1 window to zero bytes fails with ZeroLength, and the
+    /// window stays bound.
     type_1_window_refuses_an_empty_range, WINDOWS, CONTROL;
-    /// Requirement MW-02
+    /// Requirement MW-02: a posted request binds a type 2 window. The tag in the request is the low
+    /// 8 bits of the key. A bound window must be invalidated before the next bind.
     type_2_window_binds_by_a_request_with_a_tag, WINDOWS, CONTROL;
-    /// Requirement MW-03
+    /// Requirement MW-03: peers reach a type 2A window only through the queue pair that bound it.
+    /// That queue pair cannot be closed while the window is bound.
     type_2a_window_is_reached_through_its_queue_pair_only, WINDOWS, CONTROL, UNBOUND;
-    /// Requirement MW-03
+    /// Requirement MW-03: a queue pair can be closed while a type 2B window is bound through it.
+    /// The window is then free, and can be bound through another queue pair.
     type_2b_window_does_not_keep_its_queue_pair_open, WINDOWS, CONTROL, UNBOUND;
-    /// Requirement MW-04
+    /// Requirement MW-04: an invalidation ends the key of a type 2 window. The window is then free,
+    /// and can be bound again.
     invalidation_ends_the_key_but_not_the_window, WINDOWS, CONTROL;
-    /// Requirements MW-04 and MW-10
+    /// Requirements MW-04 and MW-10: a message from a peer can invalidate the key of a type 2
+    /// window. The completion of the receive names the key.
     peer_invalidates_a_window_by_a_message, WINDOWS, CONTROL;
-    /// Requirements MW-04 and MW-10
+    /// Requirements MW-04 and MW-10: a message from a peer cannot invalidate a type 1 window, which
+    /// stays bound.
     peer_does_not_invalidate_a_type_1_window, WINDOWS, CONTROL;
-    /// Requirements MW-04 and MW-10
+    /// Requirements MW-04 and MW-10: a message from a peer can invalidate a type 2 window only
+    /// through the queue pair that bound the window.
     peer_invalidates_through_the_queue_pair_of_the_window_only, WINDOWS, CONTROL;
-    /// Requirement MW-05
+    /// Requirement MW-05: a window may grant rights that its region does not grant to peers. It may
+    /// grant writes only if the NIC may write the region.
     windows_have_their_own_rights, WINDOWS, CONTROL;
-    /// Requirement MW-06
+    /// Requirement MW-06: windows of one region may overlap. The region cannot be closed while one
+    /// of them is bound.
     windows_may_overlap_and_keep_their_region_open, WINDOWS, CONTROL;
-    /// Requirement MW-07
+    /// Requirement MW-07: a bind fails if the window leaves its region, or if the region lacks
+    /// MW_BIND or belongs to another domain.
     window_outside_its_region_or_domain_is_refused, WINDOWS, CONTROL;
-    /// Requirement MW-07
+    /// Requirement MW-07: the error of a refused bind names the public call, the rule and the
+    /// values of the bind.
     refused_bind_names_its_call_and_its_values, WINDOWS, CONTROL;
-    /// Requirement MW-08
+    /// Requirement MW-08: binding a window registers no memory, exports none, and does not call the
+    /// iface.
     binding_registers_and_exports_nothing, WINDOWS, CONTROL;
-    /// Requirement KEY-08
+    /// Requirement KEY-08: peers reach a window only with the authorization key of the window's
+    /// region.
     window_is_reached_with_the_auth_key_of_its_region_only, WINDOWS, CONTROL;
-    /// Requirement KEY-08
+    /// Requirement KEY-08: in ENDPOINT mode, peers reach a window only through the endpoint that
+    /// the window's region is bound to.
     window_is_reached_through_the_endpoint_of_its_region_only, WINDOWS, CONTROL, ENDPOINT_MODE;
-    /// Requirement KEY-08
+    /// Requirement KEY-08: a write through a window on a region with a counter fails if the
+    /// target's endpoint lacks the capability RMA_EVENT.
     window_on_a_counted_region_needs_rma_event, WINDOWS, CONTROL, COUNTERS;
-    /// Requirement EVT-02
+    /// Requirement EVT-02: the counter of a region counts each write and atomic through a window
+    /// once. It counts neither reads nor refused accesses.
     writes_and_atomics_through_a_window_count_once, WINDOWS, CONTROL, COUNTERS;
-    /// Requirement MODE-04
+    /// Requirement MODE-04: in RAW mode, the allocation of a window fails with Unsupported, because
+    /// windows have no raw keys.
     windows_are_refused_in_raw_mode, RAW_MODE;
-    /// Requirement EVT-02
+    /// Requirement EVT-02: the counter of a region counts each successful write and atomic with the
+    /// region's key once, and no reads.
     counter_counts_each_remote_write_and_atomic_once, COUNTERS;
-    /// Requirement EVT-02
+    /// Requirement EVT-02: if a region has several counters, each of them counts every write and
+    /// atomic once until it is closed.
     every_counter_of_a_region_counts_each_write_and_atomic_once, COUNTERS;
-    /// Requirements EVT-02 and KEY-08
+    /// Requirements EVT-02 and KEY-08: a write to a region with a counter fails if the target's
+    /// endpoint lacks the capability RMA_EVENT.
     endpoint_without_rma_event_is_refused, COUNTERS;
-    /// Requirement MODE-07
+    /// Requirement MODE-08: a region still works after all of its pages or some of them were
+    /// refreshed.
     refreshed_region_still_works, REFRESH;
-    /// Requirement EVT-01
+    /// Requirement EVT-01: in a domain that is bound to an event queue, each registration ends in
+    /// one event, which has the context of the request.
     each_asynchronous_registration_ends_in_one_event;
 }

@@ -74,8 +74,8 @@ pub(super) fn transfers_in_flight_leave_a_closed_region_alone(case: &Case) {
     }
 }
 
-/// Tests descriptors of local buffers. Without LOCAL, only device memory in HMEM mode needs one.
-/// An invalid descriptor is refused in every mode.
+/// Tests descriptors of local buffers. In LOCAL mode each buffer needs a descriptor. In HMEM mode
+/// without LOCAL, only device memory needs one. An invalid descriptor is refused in every mode.
 pub(super) fn local_buffers_need_a_descriptor_of_a_live_region(case: &Case) {
     let link = CaseLink::open(case);
     let memory = link.bytes(128);
@@ -248,8 +248,8 @@ pub(super) fn opening_and_closing_leaks_no_fd(case: &Case) {
     });
 }
 
-/// Asserts that a region which something depends on cannot be closed, and still works. Returns the
-/// region.
+/// Asserts that the close of a region fails with Busy because another object depends on the region,
+/// and that the region still works. Returns the region.
 pub(super) fn assert_busy(link: &CaseLink, region: Exposed) -> Exposed {
     let key = link.key(&region);
     let rejected = region.close().expect_err("something depends on the region");
@@ -259,7 +259,8 @@ pub(super) fn assert_busy(link: &CaseLink, region: Exposed) -> Exposed {
     rejected.value
 }
 
-/// Asserts that the provider itself refuses to deregister a region that something depends on.
+/// Asserts that the provider itself, without the checks of a domain, refuses to deregister a region
+/// that another object depends on.
 pub(super) fn assert_busy_past_the_domain(link: &CaseLink, region: &MemoryRegion) {
     let handle = region.provider_region().expect("handle");
     let refused = link.target.domain.provider_domain().deregister(handle);

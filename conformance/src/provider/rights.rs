@@ -1,5 +1,5 @@
-//! Behaviours of rights and bounds: every access is checked against those of its key, on both
-//! sides.
+//! Behaviours of rights and bounds: every access is checked against the rights and bounds of its
+//! key, at the initiator and at the target.
 
 use hmem_core::{
     Access, AddressRange, ErrorKind, RemoteKey, Result,

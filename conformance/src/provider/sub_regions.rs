@@ -253,7 +253,7 @@ pub(super) fn sub_region_is_reached_through_its_own_endpoint_only(case: &Case) {
     sub.close().expect("close before the endpoint that it is bound to");
 }
 
-/// Registers a region and a sub-region with a counter of its own. Returns both and the counter.
+/// Registers a region without a counter, and a sub-region with one. Returns both and the counter.
 fn counted_sub(link: &CaseLink, range: AddressRange) -> (Exposed, MemoryRegion, Arc<Counter>) {
     let base = link.expose(range, REMOTE);
     let part = range.slice(8, 32).expect("a part");

@@ -548,7 +548,8 @@ pub(super) fn window_outside_its_region_or_domain_is_refused(case: &Case) {
     f.region.close().expect("nothing was bound");
 }
 
-/// The provider refuses the bind, and the error names the public call and the values of the bind.
+/// Tests that the error of a bind that the provider refuses names the public call, the rule and the
+/// values of the bind.
 pub(super) fn refused_bind_names_its_call_and_its_values(case: &Case) {
     let f = fixture(case);
     let (one, two) = (f.type_1(), f.type_2(Type2Kind::B));
