@@ -1,4 +1,4 @@
-//! The command line.
+//! The command-line arguments of `hmem` and of its subcommands.
 
 use std::{net::IpAddr, path::PathBuf, time::Duration};
 
@@ -93,7 +93,7 @@ pub struct CheckArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Check only memory of this iface (`hmem info` lists them)
+    /// Check only memory of this iface (`hmem info` lists the ifaces)
     #[arg(long, value_name = "NAME")]
     pub iface: Option<String>,
 
@@ -122,7 +122,7 @@ pub struct ExplainArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Explain only memory of this iface (`hmem info` lists them)
+    /// Explain only memory of this iface (`hmem info` lists the ifaces)
     #[arg(long, value_name = "NAME")]
     pub iface: Option<String>,
 
@@ -243,7 +243,7 @@ pub struct PerfArgs {
     #[arg(long, conflicts_with_all = ["host", "loopback"])]
     pub persistent: bool,
 
-    /// Transfer memory of this iface on this side (`hmem info` lists them)
+    /// Transfer memory of this iface on this side (`hmem info` lists the ifaces)
     #[arg(long, value_name = "NAME", default_value = "system")]
     pub iface: String,
 

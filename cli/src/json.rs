@@ -54,8 +54,8 @@ impl From<&path::Attempt> for Attempt {
 }
 
 impl Attempt {
-    /// Returns an attempt that represents a failed registration as a whole. `path` is the path that
-    /// the caller expected.
+    /// Returns an attempt for a registration that failed, without the attempts of its path search.
+    /// `path` is the path that the caller expected.
     pub(crate) fn refused(path: Path, error: &Error) -> Self {
         Self {
             path: path.name().into(),
@@ -104,9 +104,9 @@ pub(crate) fn needed_advice<'a>(remedy: &'a str, chosen: Option<&str>) -> &'a st
 pub struct Skipped {
     /// The name of the unavailable or unchecked item.
     pub what: String,
-    /// The reason, on one line.
+    /// The reason why the item is unavailable or unchecked, on one line.
     pub why: String,
-    /// The reason and the remedy for text output; not part of the JSON.
+    /// The reason and its remedy for text output; not part of the JSON.
     #[serde(skip)]
     pub problem: Box<Problem>,
 }

@@ -85,9 +85,13 @@ impl Absent {
         }
     }
 
-    /// Returns whether to report this item to a user who selects `name`: the item of that name, a
-    /// NIC of the provider `name`, or, if `opened` is false, the provider of the NIC `name`.
-    /// `opened` is true if an available NIC has that name or belongs to the provider `name`.
+    /// Returns whether to report this item to a user who selects `name`. `opened` is true if an
+    /// available NIC has that name or belongs to the provider `name`. The item is reported if it
+    /// is:
+    ///
+    /// - the item `name`;
+    /// - a NIC of the provider `name`;
+    /// - the provider of the NIC `name`, if `opened` is false.
     pub(crate) fn is_missed_by(&self, name: &str, opened: bool) -> bool {
         self.name == name
             || self.name.starts_with(&format!("{name}/"))
@@ -227,8 +231,9 @@ impl Machine {
         Ok(())
     }
 
-    /// Opens a domain on the last NIC. If the error means that the NIC is unavailable, removes the
-    /// NIC and returns the error: the kernel may lack a feature, such as io_uring.
+    /// Opens a domain on the last NIC, to find out whether the NIC is available. The kernel may
+    /// lack a feature that the NIC needs, such as io_uring. If the NIC is unavailable, removes the
+    /// NIC and returns the error.
     fn drop_last_nic_if_unavailable(&mut self) -> Result<()> {
         let Some(nic) = self.nics.last() else { return Ok(()) };
         match nic.open(&self.hmem, P2pPolicy::Enabled) {

@@ -70,7 +70,7 @@ fn words(field: &Value) -> String {
     }
 }
 
-/// Covers requirement DIAG-01.
+/// Requirement DIAG-01: each schema in `docs` is the one that is generated from the types.
 #[test]
 fn schemas_in_docs_are_those_of_the_types() {
     for (command, schema, _) in schemas() {
@@ -85,7 +85,7 @@ fn schemas_in_docs_are_those_of_the_types() {
     }
 }
 
-/// Covers requirement DIAG-01.
+/// Requirement DIAG-01: each field of a command's schema is described on a page of the command.
 #[test]
 fn each_field_of_a_schema_is_on_its_page() {
     for (command, schema, pages) in schemas() {
@@ -99,7 +99,8 @@ fn each_field_of_a_schema_is_on_its_page() {
     }
 }
 
-/// Covers requirement DIAG-01. An entry of a page begins with the names of fields and their type in
+/// Requirement DIAG-01: each field on a page is in the schema of its command, with the type that
+/// the page names. An entry of a page begins with the names of fields and their type in
 /// parentheses.
 #[test]
 fn each_field_of_a_page_is_in_its_schema() {

@@ -27,7 +27,8 @@ const LIMITS: (usize, usize) = (20, 140);
 /// Spaces between two columns of a table. The second value applies if the table is too wide with
 /// the first.
 const GAPS: [usize; 2] = [2, 1];
-/// Maximum length of a list that has a line for each field. Longer lists join all fields by `;`.
+/// Maximum number of fields in a list with one line for each field. A list of more fields joins the
+/// fields by `;`.
 const FEW_FIELDS: usize = 4;
 /// The escape sequence for bold text.
 const BOLD: &str = "\x1b[1m";

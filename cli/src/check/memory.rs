@@ -136,10 +136,11 @@ pub(super) struct HugeBuffer {
 }
 
 impl HugeBuffer {
-    /// Allocates `len` bytes in huge pages of the smallest size of which enough are free.
+    /// Allocates `len` bytes in huge pages. Uses the smallest size of huge pages of which enough
+    /// are free.
     ///
     /// # Errors
-    /// The error of the first size.
+    /// If no size of huge pages has enough free pages, the error for the smallest size.
     pub(super) fn allocate(system: &Arc<System>, len: u64) -> Result<Self> {
         let mut tried = os_page_sizes()[1..].iter().map(|size| system.huge_pages(len, *size));
         let first = tried.next().unwrap_or_else(|| system.huge_pages(len, 0));

@@ -1,7 +1,8 @@
 //! Pseudorandom byte patterns without repetition, which reveal misplaced bytes.
 //!
-//! Each seed gives a different pattern. The patterns of two seeds share bytes, at other positions,
-//! if the seeds differ by less than the number of 8-byte words.
+//! Each seed gives a different pattern. The pattern of seed `s + n` is that of seed `s` without its
+//! first `n` words of 8 bytes. So the patterns of two seeds share no word if the seeds differ by at
+//! least the number of words.
 
 /// Fills `into` with the pattern of `seed`.
 pub(crate) fn fill(into: &mut [u8], seed: u64) {

@@ -1,8 +1,9 @@
 //! Stale registrations: a cached registration must not outlive its memory.
 //!
-//! The rounds are those of the conformance suite ([`StaleCounts`]): each frees memory and allocates
-//! other memory at the same address. The loopback NIC `pinned` keeps the pages that were mapped at
-//! registration, as hardware does. A stale hit therefore moves bytes of the freed memory.
+//! The rounds are those of the conformance suite ([`StaleCounts`]). Each round frees memory and
+//! allocates other memory, if possible at the same address. The loopback NIC `pinned` pins the
+//! pages that were mapped at registration, as hardware does. A stale hit therefore moves bytes of
+//! the freed memory.
 
 #![allow(unsafe_code, reason = "registers memory by address")]
 
@@ -167,7 +168,7 @@ pub(super) fn plan<'a>(
 }
 
 /// Checks host memory under a monitor that is never notified, and under one that is. Returns `None`
-/// if no NIC of the machine pins pages. For the tests of this check.
+/// if no NIC of the machine pins pages. Only the tests of this check call the function.
 ///
 /// # Panics
 /// Panics if a check is skipped.

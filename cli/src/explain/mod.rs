@@ -68,7 +68,7 @@ pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure>
     })
 }
 
-/// Explains a pair. Fails if the memory is that of a device and the iface cannot allocate any.
+/// Explains a pair. Fails if the pair has device memory and the iface cannot allocate memory.
 fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result<Explanation> {
     if pair.device.is_some() && pair.iface.allocator().is_none() {
         return Err(Error::new(ErrorKind::Unsupported, "allocate")

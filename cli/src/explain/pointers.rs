@@ -67,8 +67,8 @@ struct Claim {
     _memory: Option<DeviceBuffer>,
 }
 
-/// Registers every selected sort of pointer with the NIC of a pair. Adds the pointers that could
-/// not be prepared to `skipped`, with their errors.
+/// Registers every selected sort of pointer with the NIC of a pair. Adds to `skipped` the pointers
+/// that could not be prepared, with their errors.
 ///
 /// # Errors
 /// The error of opening or closing the domain, or of closing a region.

@@ -411,7 +411,7 @@ fn devices(machine: &Machine, absent: &mut Vec<Skipped>) -> Vec<DeviceEntry> {
     entries
 }
 
-/// Returns the names of the flags in `set`, which contains only flags that are set.
+/// Returns the names of the flags that the iterator `set` yields.
 fn names<'a, F>(set: impl Iterator<Item = (&'a str, F)>) -> Vec<String> {
     set.map(|(name, _)| name.to_owned()).collect()
 }

@@ -269,8 +269,8 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
 /// A label such as `to use dma-buf:`, and the remedy that it introduces.
 type Advice = (String, String);
 
-/// Returns the reason for a path as a problem, whose causes are the refused paths, and the advice
-/// for each refused path. The errors of refused paths are only in the JSON output.
+/// Returns the reason for a path, and the advice for each refused path. The reason is a problem
+/// whose causes are the refused paths. The errors of refused paths are only in the JSON output.
 fn reason(entry: &P2pEntry) -> (Problem, Vec<Advice>) {
     let headline = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
     let refused = entry.trace.iter().filter(|_| entry.path.is_some());

@@ -90,8 +90,9 @@ fn converse(
     Ok(report)
 }
 
-/// Registers memory with the write ordering `order`, connects to the server, which does so too, and
-/// measures all sizes. Adds the rows to the report, which the call for the first ordering creates.
+/// Registers memory with the write ordering `order`, connects to the server, and measures all
+/// sizes. The server registers its memory with this ordering too. Adds the rows to the report,
+/// which the call for the first ordering creates.
 fn measure_in_order(
     config: &EndConfig<'_>,
     plan: &Plan,
@@ -319,8 +320,8 @@ impl Client<'_> {
         }
     }
 
-    /// Posts one transfer between the client's slot of number `slot`, which is `slice`, and the
-    /// server's slot of the same number. A message goes to the next receive of the server instead.
+    /// Posts one transfer. `slice` is the client's slot of number `slot`. A message goes to the
+    /// next receive of the server. Other transfers use the server's slot of the same number.
     fn post(&self, layout: Layout, slot: u64, slice: RegionSlice, context: u64) -> Result<()> {
         let endpoint = &self.end.endpoint;
         let Some(key) = &self.key else {

@@ -4,11 +4,11 @@ use hmem::{Error, ErrorKind, Result};
 
 use crate::{args::PerfOp, check::pattern};
 
-/// Maximum total length of the slots, unless there is only one slot. Such slots fit into the caches
-/// of a processor, as the buffers of a typical application do.
+/// Maximum total length of the slots, in bytes, if there are several. Slots of this total length
+/// fit into the caches of a processor, as the buffers of a typical application do.
 const BUDGET: u64 = 4 << 20;
-/// Transfers of at least this length in bytes begin at multiples of it, on machines of every page
-/// size, so that both ends compute the same offsets.
+/// Alignment of slots for this many bytes or more. It is one value for machines of every page size,
+/// so that both sides compute the same offsets. Smaller slots are aligned to [`LINE`].
 const BLOCK: u64 = 4096;
 /// Length of a cache line.
 const LINE: u64 = 64;
@@ -77,8 +77,8 @@ impl Layout {
     }
 
     /// Fills `into` with the content that the server's memory must have after `transfers`
-    /// fetch-adds. Each slot, used or not, has its first word plus one addend per fetch-add. All
-    /// other bytes have another pattern.
+    /// fetch-adds. Each slot has its initial word plus one addend for each fetch-add on the slot,
+    /// even if there was none. All other bytes have another pattern.
     pub(super) fn fill_words(self, into: &mut [u8], seed: u64, transfers: u64) {
         pattern::fill(into, !seed);
         for slot in 0..self.slots {
@@ -94,7 +94,7 @@ impl Layout {
     }
 }
 
-/// Returns the seed of a slot's pattern, which is also the first word of a slot for fetch-adds.
+/// Returns the seed of a slot's pattern. It is also the initial word of a slot for fetch-adds.
 fn slot_seed(seed: u64, slot: u64) -> u64 {
     seed.wrapping_add(slot << 40)
 }

@@ -65,8 +65,8 @@ impl Report {
     }
 }
 
-/// The columns of the table with their widths. They are fixed, since each row is printed before the
-/// next one is measured.
+/// The columns of the table with their widths. The widths are fixed, since each row is printed
+/// before the next one is measured.
 const COLUMNS: [(&str, usize); 10] = [
     ("Size", 8),
     ("GiB/s", 6),
