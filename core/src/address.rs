@@ -1,8 +1,8 @@
 //! Addresses, ranges and offsets, each a type of its own.
 //!
 //! Separate types prevent mix-ups, a common cause of registration bugs. None of the types is a
-//! pointer: a device address must not be dereferenced, and a host address is valid only while its
-//! owner keeps the memory.
+//! pointer: a device address must not be dereferenced, and a host address is valid only while the
+//! owner of the memory keeps it allocated.
 //!
 //! ```
 //! use hmem_core::{Address, AddressRange};

@@ -26,7 +26,8 @@ named_enum! {
         /// refused with the same error, the step is [`Step::Export`] instead.
         ExportWhole = "export of several segments in one",
         /// Exporting the memory in one unit ([`ExportUnit`](crate::path::ExportUnit)), or
-        /// registering that export. Named if an export in another unit worked afterwards.
+        /// registering that export. A refusal names this step if an export in another unit worked
+        /// afterwards. Otherwise it names [`Step::Export`] or [`Step::Register`].
         ExportUnit = "export in one unit",
         /// Exporting the memory as a dma-buf, or opening it to peer-memory clients.
         Export = "export",
@@ -149,7 +150,7 @@ pub struct Facts {
     /// NUMA nodes that have memory and no processors: memory of GPUs or CXL devices that the kernel
     /// uses as host memory.
     pub memory_only_nodes: BTreeSet<u32>,
-    /// The folder that [`Facts::text`] reads from (`/`, or a recording of it); `None` to read
+    /// The folder that [`Facts::text`] reads from: `/`, or a recorded copy of it. `None` to read
     /// nothing.
     pub root: Option<PathBuf>,
 }
@@ -180,24 +181,24 @@ impl Facts {
     }
 }
 
-/// A fact that a rule requires.
+/// A condition of a rule on the machine, such as that the kernel is older than 5.12.
 #[derive(Clone, Copy, Debug)]
 pub struct Needs {
-    /// The fact in words.
+    /// The condition in words, such as `the kernel is older than 5.12`.
     pub text: &'static str,
-    /// A function that returns true if the fact is known to be true.
+    /// A function that returns true if the facts meet the condition.
     pub holds: fn(&Facts) -> bool,
 }
 
 impl Needs {
-    /// Creates a required fact, as the value of [`RefusalCause::needs`].
+    /// Creates a condition, as the value of [`RefusalCause::needs`].
     #[must_use]
     pub const fn some(text: &'static str, holds: fn(&Facts) -> bool) -> Option<Self> {
         Some(Self { text, holds })
     }
 }
 
-/// A rule for a known cause. It matches a refusal if all its conditions hold.
+/// A rule for a known cause. The rule matches a refusal if all its conditions hold.
 ///
 /// ```
 /// use hmem_core::{
@@ -240,7 +241,7 @@ pub struct RefusalCause {
     pub mapping: Option<DmaBufMapping>,
     /// The conditions on the error. At least one of them must hold.
     pub answers: &'static [Answer],
-    /// The fact about the machine that must hold for this cause to match; `None` for no condition.
+    /// The condition on the machine that must hold for this rule to match. `None` for no condition.
     pub needs: Option<Needs>,
     /// The text of the cause, in one sentence.
     pub cause: &'static str,

@@ -32,8 +32,9 @@ pub fn text(name: &'static str) -> Result<Option<String>> {
     }
 }
 
-/// Returns the value of a variable that is a boolean of libfabric: 0, no, false or off, and 1, yes,
-/// true or on, in any case. Returns `None` if the variable is unset or empty.
+/// Returns the value of a variable that is a boolean of libfabric: 0, no, false or off for false,
+/// and 1, yes, true or on for true. Upper and lower case are equal. Returns `None` if the variable
+/// is unset or empty.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidArgument`] for another value.

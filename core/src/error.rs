@@ -506,7 +506,7 @@ impl Error {
         self.into()
     }
 
-    /// Returns the text of `{:#}`, for logs of events that name no range and no device.
+    /// Returns the text of `{:#}`, for log events that have no fields for the range and the device.
     #[must_use]
     pub fn full(&self) -> impl fmt::Display + '_ {
         Text(self, |error, f| write!(f, "{error:#}"))
@@ -569,7 +569,7 @@ impl Error {
     }
 
     /// Writes the messages of this error and of its sources of type `Error`. Then writes the
-    /// attempts of the last of these errors, or that error's source if it has no attempts.
+    /// attempts of the last of these errors, or its source if there are no attempts.
     fn write_messages(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut last = self;
         for (at, error) in self.chain().enumerate() {

@@ -21,7 +21,7 @@ bitflags::bitflags! {
         /// The memory comes from a device API's host allocator. The domain ignores the request's
         /// `device`, and refuses other memory. For a dma-buf, the request must name the iface.
         const HMEM_HOST_ALLOC = 1 << 45;
-        /// The memory is accessible to the device in the request only. The domain refuses memory
+        /// Only the device that the request names can access the memory. The domain refuses memory
         /// that the CPU can access. For a dma-buf, the request must name the iface.
         const HMEM_DEVICE_ONLY = 1 << 46;
         /// The memory is persistent and is a target of RMA. A remote write or atomic completes

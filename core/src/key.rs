@@ -27,14 +27,15 @@ use crate::{Error, ErrorKind, Iova, Result, frame::Frame};
 pub struct LocalKey(u64);
 
 impl LocalKey {
-    /// Creates a descriptor from the provider's number for the region (verbs: `lkey`). For
-    /// providers.
+    /// Creates a descriptor from the provider's number for the region (verbs: `lkey`). Only
+    /// providers need this function.
     #[must_use]
     pub const fn from_provider(raw: u64) -> Self {
         Self(raw)
     }
 
-    /// Returns the provider's number for the region (verbs: `lkey`). For providers.
+    /// Returns the provider's number for the region (verbs: `lkey`). Only providers need this
+    /// function.
     #[must_use]
     pub const fn to_provider(self) -> u64 {
         self.0
@@ -78,7 +79,7 @@ pub struct RemotePiece {
 #[serde(try_from = "UncheckedKey")]
 pub struct RemoteKey {
     addressing: Addressing,
-    /// True for a key of [`RemoteKey::mapped`].
+    /// True if [`RemoteKey::mapped`] created this key, or if the key is narrowed from such a key.
     mapped: bool,
     first: RemotePiece,
     /// The pieces after the first. Empty unless the region is split.
@@ -139,7 +140,7 @@ impl RemoteKey {
     }
 
     /// Creates the key that [`Domain::map_raw`](crate::Domain::map_raw) returns for a mapped raw
-    /// key. For providers.
+    /// key. Only providers need this function.
     ///
     /// Such a key is valid only in the domain that mapped it.
     #[must_use]
@@ -309,7 +310,8 @@ impl fmt::Debug for RawKey {
     }
 }
 
-/// An authorization key. A peer reaches a region only if its endpoint has the same key.
+/// An authorization key. A peer reaches a region only if the peer's endpoint has the same
+/// authorization key as the region.
 ///
 /// An empty key means "no key". `Debug` does not print the bytes.
 #[derive(Clone, Default, Eq)]

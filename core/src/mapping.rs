@@ -141,7 +141,8 @@ mod tests {
         maps.lines().any(|line| line.starts_with(&format!("{:x}-", address.0)))
     }
 
-    /// The pages are not accessible, so that the kernel merges no neighbour with the mapping.
+    /// Maps 64 KiB at `near`, or elsewhere if the addresses are not free. Other memory of the
+    /// process has other rights, so the kernel does not merge it with the mapping.
     fn reserve(near: Address) -> Result<Mapping, Errno> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         Mapping::anonymous_near(near, 1 << 16, ProtFlags::EXEC, flags)

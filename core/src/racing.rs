@@ -118,7 +118,7 @@ mod tests {
 
     use super::*;
 
-    /// The test compares each copy within one buffer with `slice::copy_within`.
+    /// Compares each copy within one buffer with `slice::copy_within`.
     #[test]
     fn copies_of_every_alignment_and_overlap_move_the_right_bytes() {
         let original: Vec<u8> = (0..160_u8).collect();

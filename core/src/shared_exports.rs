@@ -115,7 +115,8 @@ impl SharedExports {
     /// Path selectors call this method after a NIC has registered the export.
     ///
     /// # Errors
-    /// The export, if exports of this memory cannot be shared.
+    /// If exports of this memory cannot be shared, the call stores nothing and returns `export` to
+    /// the caller.
     pub fn store(
         &self,
         iface: &Arc<dyn Iface>,

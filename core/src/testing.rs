@@ -33,8 +33,8 @@ pub trait CallKind: Copy + Debug + Eq + Send + Sync + 'static {
     fn failure(self, errno: Errno, number: u64) -> Error;
 }
 
-/// The faults that a test injects: calls that fail, and calls that wait at a [`Gate`]. Also counts
-/// the calls. Clones share the faults.
+/// The faults that a test injects: calls that fail, and calls that wait at a [`Gate`]. A value of
+/// this type also counts the calls. Clones share the faults and the counts.
 #[derive(Clone)]
 pub struct Faults<C> {
     state: Arc<State<C>>,

@@ -32,7 +32,7 @@ pub struct RemoteSegment<'a> {
     pub address: Iova,
     /// The length in bytes.
     pub len: u64,
-    /// The peer's key.
+    /// The key of the peer's region.
     pub key: &'a RemoteKey,
 }
 
@@ -271,7 +271,8 @@ pub struct WorkRequest<'a> {
 /// An owned form of a [`WorkRequest`], for a provider that queues requests.
 ///
 /// `L` and `R` are the forms of a local and of a remote segment. [`OwnedRequest::new`] copies the
-/// segments. A provider that checks and resolves them first has types of its own.
+/// segments. A provider that checks and resolves segments before it queues a request uses types of
+/// its own as `L` and `R`.
 #[derive(Clone, Debug)]
 pub struct OwnedRequest<L = LocalSegment, R = OwnedRemoteSegment> {
     /// The operation, with its remote segments.

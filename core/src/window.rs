@@ -101,8 +101,8 @@ named_enum! {
         InsideRegion = "inside-region",
         /// A window can grant only rights of peers.
         RemoteRightsOnly = "remote-rights-only",
-        /// A window can be bound only to a region that peers reach by virtual addresses, which is
-        /// no zero-based region.
+        /// A window can be bound only to a region that peers reach by virtual addresses, not to a
+        /// zero-based region.
         RegionIsVirtual = "region-is-virtual",
         /// A domain in RAW mode has no windows, because windows have no raw keys.
         NoRawKeys = "no-raw-keys",
@@ -283,8 +283,8 @@ pub struct WindowBind {
     pub offset: u64,
     /// The number of bytes to bind. 0 unbinds a type 1 window.
     pub len: u64,
-    /// The rights that the window grants to peers. A provider ignores rights of the local side,
-    /// which the core refuses.
+    /// The rights that the window grants to peers. The domain refuses other rights, and a provider
+    /// ignores them.
     pub access: Access,
     /// The kind of addresses by which peers reach the window.
     pub addressing: Addressing,
