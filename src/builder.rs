@@ -130,7 +130,8 @@ impl Hmem {
     /// # Errors
     /// - If the iface did not start: an error of the same kind as the reason, for example
     ///   [`ErrorKind::Unavailable`] for an absent library, with the reason as the source.
-    /// - [`ErrorKind::Unsupported`], with the cargo feature, if it was not compiled in.
+    /// - [`ErrorKind::Unsupported`], with the name of the cargo feature, for an iface that was not
+    ///   compiled in.
     /// - [`ErrorKind::InvalidArgument`] for a plug-in that was not added.
     pub fn iface(&self, kind: IfaceKind) -> Result<&Arc<dyn Iface>> {
         self.registry.get(kind)
@@ -228,7 +229,7 @@ impl Hmem {
     /// - With a cache, the errors of [`Hmem::cache_defaults`], and the error of a monitor of host
     ///   memory that was requested by name and cannot start.
     /// - [`ErrorKind::BadState`] in a forked child of the process that built this `Hmem`. The child
-    ///   must build its own.
+    ///   must build an `Hmem` of its own.
     pub fn domain_on(&self, provider: &dyn Provider, mut attr: DomainAttr) -> Result<Domain> {
         self.process.check("open domain")?;
         if let Some(cache) = attr.cache.take() {
@@ -244,9 +245,9 @@ impl Hmem {
         Domain::open(provider, Arc::clone(&self.registry), selector, attr)
     }
 
-    /// Returns the topology in which [`Hmem::nearest_nics`] measures distances: that of
-    /// [`Builder::topology`], or else this machine's, as the first call reads it. Devices that are
-    /// plugged in later are not in it.
+    /// Returns the topology in which [`Hmem::nearest_nics`] measures distances. This is the
+    /// topology of [`Builder::topology`], or else that of this machine. The first call reads the
+    /// machine's topology. Devices that are plugged in later are not in it.
     ///
     /// # Errors
     /// The errors of [`Topology::read`]. The next call retries.
@@ -365,7 +366,9 @@ impl Builder {
     /// reason, [`Hmem::absent_providers`] lists the provider, and [`Hmem::domain`] returns the
     /// reason.
     ///
-    /// [`Builder::build`] fails in the cases of [`Builder::iface_or_absent`].
+    /// [`Builder::build`] fails if the opened provider has another name. It also fails if the
+    /// reason is a bad value in an environment variable ([`ErrorKind::InvalidArgument`] with the
+    /// context value `variable`).
     #[must_use]
     pub fn provider_or_absent(
         mut self,
@@ -471,11 +474,12 @@ impl Builder {
         self
     }
 
-    /// Reads no environment variable. A setting that the builder lacks then has its default.
+    /// Makes the builder read no environment variable. A setting that the builder lacks then has
+    /// its default.
     ///
-    /// The setting applies to the variables of libfabric (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`,
+    /// This call applies to the variables of libfabric (`FI_HMEM`, `FI_HMEM_DISABLE_P2P`,
     /// `FI_MR_*`) and of this library (`HMEM_*`). It does not apply to an iface or provider that
-    /// the application opened itself, the dynamic loader (`LD_LIBRARY_PATH`), and the vendors'
+    /// the application opened itself, to the dynamic loader (`LD_LIBRARY_PATH`), or to the vendors'
     /// libraries.
     ///
     /// ```

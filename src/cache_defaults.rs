@@ -53,8 +53,8 @@ impl CacheDefaults {
     /// `FI_MR_CACHE_MONITOR`, `FI_MR_CACHE_MAX_COUNT`, `FI_MR_CACHE_MAX_SIZE`, `Builder::cache` or
     /// `Builder::cache_monitor`. Returns `None` if none of them does.
     ///
-    /// A domain's [`DomainAttr::cache`](hmem_core::DomainAttr::cache) can override the limits, and
-    /// not the monitor.
+    /// A domain's [`DomainAttr::cache`](hmem_core::DomainAttr::cache) can override a limit that
+    /// disables its cache, but not the monitor.
     #[must_use]
     pub fn off_by(&self) -> Option<&'static str> {
         if self.monitor == HostMonitorKind::Disabled {
@@ -69,13 +69,13 @@ impl CacheDefaults {
         off.map(|(_, by_builder, variable)| if by_builder { BUILDER_CACHE } else { variable })
     }
 
-    /// Returns the setting that disables the monitor of an iface by default: a variable such as
+    /// Returns the default setting that disables the monitor of an iface: a variable such as
     /// `FI_MR_CUDA_CACHE_MONITOR_ENABLED`, or `Builder::cache`. Without the monitor, the iface's
-    /// memory is registered uncached. Returns `None` if no such setting disables the monitor.
+    /// memory is registered uncached. Returns `None` if no default setting disables the monitor.
     ///
-    /// The result does not reflect settings that disable the whole cache
-    /// ([`CacheDefaults::off_by`]), and a domain's own
-    /// [`DomainAttr::cache`](hmem_core::DomainAttr::cache) can override it.
+    /// The result covers neither settings that disable the whole cache ([`CacheDefaults::off_by`]),
+    /// nor [`CacheAttr::without_monitors`] of a domain, which overrides the default setting for
+    /// that domain.
     #[must_use]
     pub fn monitor_left_out_by(&self, iface: IfaceKind) -> Option<&'static str> {
         if !self.attr.without_monitors.as_ref().is_some_and(|without| without.contains(&iface)) {

@@ -1,5 +1,5 @@
-//! The environment variables that the facade reads. If the builder has a setting, its variable is
-//! not read.
+//! The environment variables that this crate reads. If the builder has a setting, the variable of
+//! that setting is not read.
 
 use hmem_core::{
     CacheAttr, IfaceKind, Result,
@@ -78,8 +78,8 @@ fn number(name: &'static str, accepted: &'static str) -> Result<Option<u64>> {
     text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))
 }
 
-/// Adds the variable `name` to the error of a failure to load the library that the variable
-/// selects. Returns other errors unchanged.
+/// Adds the variable `name` to the error of a failure to load a library, if that variable names the
+/// library. Returns other errors unchanged.
 #[cfg(any(
     feature = "cuda",
     feature = "neuron",

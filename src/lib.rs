@@ -51,7 +51,8 @@
 //!
 //! - `cuda`, `rocr`, `ze`: the memory of one vendor each.
 //! - `verbs`: RDMA hardware.
-//! - `libfabric`: registration in libfabric domains, of the program or on listed NICs.
+//! - `libfabric`: registration in libfabric domains of the application, or on NICs that libfabric
+//!   lists.
 //! - `testing`: the software NIC ([`loopback`]) and the simulated device
 //!   ([`Simulated`](system::Simulated)). It compiles the crate io-uring.
 //! - `recordings`: recorded topologies in archives, and the kernel configuration in
