@@ -374,8 +374,9 @@ impl PeerKeys {
     /// `nic` is the name of the owner's NIC, as in [`RailKeys::of`].
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidKey`] if one of the bytes is in a part that is newer than `generation`:
-    ///   the memory was mapped or registered again, so the named bytes no longer exist.
+    /// - [`ErrorKind::InvalidKey`] if one of the bytes is in a part that is newer than
+    ///   `generation`: the memory was mapped or registered again, so the named bytes no longer
+    ///   exist.
     /// - [`ErrorKind::OutOfBounds`] if the current generation does not have all of the bytes.
     /// - [`ErrorKind::Again`] if `generation` is newer than the current one. Apply the next update
     ///   and retry.
