@@ -14,6 +14,7 @@ use hmem_iface_kit::{log_failure, table::VmmObjects};
 use crate::{
     context::{WorkContext, with_context},
     error::{CUDA, check, lacks_symbol},
+    handles::granularity,
     lookup::PointerLookup,
     streams::synchronize,
     sys::{self, CuDevicePtr, CuMemHandle, CuResult},
@@ -164,7 +165,6 @@ impl DeviceAllocator {
     fn virtual_alloc(&self, device: DeviceId, len: usize) -> Result<(u64, CudaOrigin)> {
         let entry = self.lookup.driver().device("allocate", device)?;
         let f = &self.lookup.driver().functions;
-        let granularity = vmm(f.mem_get_allocation_granularity, "cuMemGetAllocationGranularity")?;
         let reserve = vmm(f.mem_address_reserve, "cuMemAddressReserve")?;
         let create = vmm(f.mem_create, "cuMemCreate")?;
         let map = vmm(f.mem_map, "cuMemMap")?;
@@ -182,12 +182,8 @@ impl DeviceAllocator {
             gpu_direct_rdma_capable: entry.abilities.rdma_with_vmm.into(),
             ..sys::CuMemAllocationProp::default()
         };
-        let mut step = 0;
-        let option = sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-        // SAFETY: `step` is writable and `properties` is complete.
-        let code = unsafe { granularity(&mut step, &properties, option) };
-        check(code, "cuMemGetAllocationGranularity")?;
-        let size = len.checked_next_multiple_of(step.max(1)).ok_or_else(|| {
+        let step = granularity(f, &properties)?;
+        let size = len.checked_next_multiple_of(step).ok_or_else(|| {
             CUDA.error(ErrorKind::OutOfResources, "cuMemGetAllocationGranularity")
                 .context("granularity", step)
                 .remedy("ask for less: the rounded length exceeds the address space")

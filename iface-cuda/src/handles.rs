@@ -9,8 +9,8 @@ use hmem_core::{Address, AddressRange, ErrorKind, ProcessMark, Result};
 use hmem_iface_kit::log_failure;
 
 use crate::{
-    error::{CUDA, check, coded},
-    sys::{CuDevicePtr, CuMemHandle, CuResult, Functions},
+    error::{CUDA, check, coded, lacks_symbol},
+    sys::{self, CuDevicePtr, CuMemAllocationProp, CuMemHandle, CuResult, Functions},
 };
 
 /// A reference to the physical memory that is mapped at an address. Dropping the value releases the
@@ -115,4 +115,24 @@ pub(crate) fn mapping_at(functions: &Functions, address: Address) -> Result<Addr
         code => check(code, "cuMemGetAddressRange_v2")
             .and_then(|()| AddressRange::new(Address(base), size as u64)),
     }
+}
+
+/// Returns the granularity of physical memory with these properties: the length and the addresses
+/// of every mapping are multiples of it.
+///
+/// # Errors
+/// - Unsupported if the driver has no VMM memory.
+/// - Otherwise the driver's error.
+pub(crate) fn granularity(
+    functions: &Functions,
+    properties: &CuMemAllocationProp,
+) -> Result<usize> {
+    const CALL: &str = "cuMemGetAllocationGranularity";
+    let Some(query) = functions.mem_get_allocation_granularity else {
+        return Err(lacks_symbol("virtual memory", CALL));
+    };
+    let mut step = 0;
+    let option = sys::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+    // SAFETY: `step` is writable, and the properties are complete.
+    check(unsafe { query(&mut step, properties, option) }, CALL).map(|()| step.max(1))
 }

@@ -23,8 +23,9 @@ use hmem_core::{
 
 use crate::{
     context::WorkContext,
+    driver::DeviceEntry,
     error::{CUDA, check},
-    handles::{RetainedHandle, mapping_at, with_handle},
+    handles::{RetainedHandle, granularity, mapping_at, with_handle},
     lookup::{PointerLookup, inconsistent},
     sys::{self, CuContext},
 };
@@ -62,12 +63,58 @@ impl SegmentMap for Segments {
         work_context.end(segments)
     }
 
+    /// Returns the mappings in a range. Costs one driver call for each mapping, and one for each
+    /// unmapped step of the smallest mapping's length.
+    fn mapped(&self, range: AddressRange) -> Result<Vec<AddressRange>> {
+        let step = self.smallest_mapping()?;
+        let functions = &self.lookup.driver().functions;
+        let end = u128::from(range.start().0) + u128::from(range.len());
+        self.lookup.in_any_context(|| {
+            let (mut mapped, mut at) = (Vec::new(), range.start());
+            while u128::from(at.0) < end {
+                let next = match mapping_at(functions, at) {
+                    Ok(mapping) => {
+                        let part = mapping.intersection(range).filter(|part| part.contains(at));
+                        mapped.push(
+                            part.ok_or_else(|| inconsistent(at).context("mapping", mapping))?,
+                        );
+                        mapping.end()
+                    }
+                    Err(error) if error.kind() == ErrorKind::OutOfBounds => {
+                        (at.0 - at.0 % step).checked_add(step).map(Address)
+                    }
+                    Err(error) => return Err(error),
+                };
+                let Some(next) = next else { break };
+                at = next;
+            }
+            Ok(mapped)
+        })
+    }
+
     fn not_exportable(&self) -> &'static str {
         "IS_GPU_DIRECT_RDMA_CAPABLE is 0"
     }
 }
 
 impl Segments {
+    /// Returns the length of the smallest mapping that one of the devices allows.
+    fn smallest_mapping(&self) -> Result<u64> {
+        let driver = self.lookup.driver();
+        let of_device = |entry: &DeviceEntry| {
+            let kind = sys::CU_MEM_LOCATION_TYPE_DEVICE;
+            let properties = sys::CuMemAllocationProp {
+                kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
+                location: sys::CuMemLocation { kind, id: entry.handle },
+                ..sys::CuMemAllocationProp::default()
+            };
+            granularity(&driver.functions, &properties).map(|step| step as u64)
+        };
+        let none = || CUDA.error(ErrorKind::Unsupported, "mapped memory");
+        let steps = driver.devices.iter().map(of_device);
+        steps.reduce(|a, b| Ok(a?.min(b?))).ok_or_else(none)?
+    }
+
     /// Returns the mappings of VMM memory in a range of reserved addresses.
     fn mappings(
         &self,

@@ -244,3 +244,47 @@ fn host_ranges_are_registered_once_and_unregistered_exactly() {
     assert!(register(own.range).is_err());
     assert_eq!(simulated.stats().host_registrations, 0);
 }
+
+/// LIFE-02
+#[test]
+fn memory_is_mapped_unmapped_and_replaced_inside_reserved_addresses() {
+    let _turn = turn();
+    let simulated = Simulated::builder().address_reuse(AddressReuse::JustFreed).build().unwrap();
+    let page = rustix::param::page_size() as u64;
+    let reserved = simulated.reserve(8 * page - 1).unwrap();
+    assert_eq!(reserved.len(), 8 * page);
+    let steps = |first, count| reserved.slice(first * page, count * page).unwrap();
+    let map = |range| simulated.map(range, DeviceId(0));
+    let segments = simulated.segments().unwrap();
+    assert!(segments.mapped(reserved).unwrap().is_empty());
+    assert_eq!(simulated.query(reserved.start()).unwrap(), None);
+
+    let (first, third) = (map(steps(0, 1)).unwrap(), map(steps(2, 3)).unwrap());
+    assert_eq!((third.range, third.kind), (steps(2, 3), AllocationKind::Virtual));
+    simulated.write_bytes(third.base(), &pattern(page as usize, 1)).unwrap();
+    assert_eq!(segments.mapped(reserved).unwrap(), [steps(0, 1), steps(2, 3)]);
+    assert_eq!(segments.mapped(steps(3, 4)).unwrap(), [steps(3, 2)]);
+
+    let unaligned = AddressRange::new(at(&first, 8), page).unwrap();
+    let past_the_end = AddressRange::new(steps(7, 1).start(), 2 * page).unwrap();
+    let elsewhere = device(&simulated, page).range;
+    for refused in [steps(0, 1), steps(1, 2), past_the_end, unaligned, elsewhere] {
+        assert_eq!(map(refused).unwrap_err().kind(), ErrorKind::InvalidArgument, "{refused}");
+    }
+    assert_eq!(simulated.unreserve(reserved).unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(simulated.unreserve(steps(0, 1)).unwrap_err().kind(), ErrorKind::InvalidArgument);
+
+    free(&simulated, &third).unwrap();
+    let elsewhere = device(&simulated, 3 * page);
+    assert!(!elsewhere.range.overlaps(reserved), "unmapped addresses stay reserved");
+    let again = map(steps(2, 3)).unwrap();
+    assert_ne!(again.id, third.id);
+    let mut bytes = vec![1; page as usize];
+    simulated.read_bytes(again.base(), &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 0), "new memory is zeroed");
+    [first, again].iter().for_each(|allocation| free(&simulated, allocation).unwrap());
+    simulated.unreserve(reserved).unwrap();
+    assert!(simulated.unreserve(reserved).is_err());
+    assert!(map(steps(0, 1)).is_err());
+    assert!(simulated.reserve(0).is_err());
+}

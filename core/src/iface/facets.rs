@@ -321,6 +321,17 @@ pub trait SegmentMap {
     /// OutOfBounds if part of the range is not in the allocation.
     fn segments(&self, range: AddressRange, of: &Allocation) -> Result<Vec<Segment>>;
 
+    /// Returns the parts of `range` that have memory of this iface now, in the order of addresses.
+    /// Each part is a mapping, or the piece of a mapping that is in the range. The range may be
+    /// reserved addresses in which memory comes and goes, and may be memory of another owner.
+    ///
+    /// # Errors
+    /// - Unsupported, the default, if the driver cannot list mappings.
+    /// - Otherwise the error of a failed driver call.
+    fn mapped(&self, range: AddressRange) -> Result<Vec<AddressRange>> {
+        Err(Error::new(ErrorKind::Unsupported, "mapped memory").context("range", range))
+    }
+
     /// Returns the driver's reason why a segment cannot be exported, such as an attribute and its
     /// value. Errors print it.
     fn not_exportable(&self) -> &'static str {

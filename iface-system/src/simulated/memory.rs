@@ -15,6 +15,7 @@ use super::{
     address_space::AddressSpace,
     arena::{FileArenas, FileExtent},
     faults::DeviceCall,
+    reservations::Reservations,
     sys::{place_nothing, place_shared, punch_hole},
     table::{MAX_ENTRIES, TableWriter},
 };
@@ -48,6 +49,7 @@ pub(crate) struct SimulatedAllocation {
 pub(crate) struct SimulatedState {
     pub(crate) arenas: FileArenas,
     pub(crate) addresses: AddressSpace,
+    pub(crate) reservations: Reservations,
     writer: TableWriter,
     /// The live allocations. The index of an allocation is the number of its entry in the page
     /// table.
@@ -80,6 +82,7 @@ impl SimulatedState {
         Self {
             arenas,
             addresses,
+            reservations: Reservations::default(),
             writer,
             records: Vec::new(),
             free_numbers: Vec::new(),
@@ -90,6 +93,13 @@ impl SimulatedState {
             opened: 0,
             exports: 0,
             host_registered: BTreeMap::new(),
+        }
+    }
+
+    /// Makes addresses free again: those of a mapping in its reservation, others for everyone.
+    pub(crate) fn give_addresses(&mut self, at: u64, len: u64) {
+        if !self.reservations.give(at, len) {
+            self.addresses.give(at, len);
         }
     }
 
@@ -105,6 +115,26 @@ impl SimulatedState {
 
 impl Allocator for SimulatedInner {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
+        self.allocate_at(request, None)
+    }
+
+    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        self.call(DeviceCall::Free)?;
+        self.end(allocation, false, "free")
+    }
+
+    fn is_device_active(&self, device: DeviceId) -> Result<bool> {
+        self.device(device).map(|_| true)
+    }
+}
+
+impl SimulatedInner {
+    /// Allocates memory: at the address `place`, which is reserved, or at any address.
+    pub(crate) fn allocate_at(
+        &self,
+        request: &AllocRequest,
+        place: Option<Address>,
+    ) -> Result<Allocation> {
         let refused = |kind| {
             Error::new(kind, "allocate")
                 .iface(&self.config)
@@ -141,15 +171,27 @@ impl Allocator for SimulatedInner {
             }
         }
         self.call(DeviceCall::ReserveAddress)?;
-        let at = state.addresses.take(len).ok_or_else(|| {
-            out_of_memory()
-                .remedy("the window of addresses is used up: build the device with a larger one")
-        })?;
+        let at = match place {
+            None => state.addresses.take(len).ok_or_else(|| {
+                out_of_memory().remedy(
+                    "the window of addresses is used up: build the device with a larger one",
+                )
+            })?,
+            Some(place) => {
+                let at = place.0.wrapping_sub(self.window_start());
+                let free = state.reservations.take(at, len);
+                free.then_some(at).ok_or_else(|| {
+                    refused(ErrorKind::InvalidArgument)
+                        .context("address", place)
+                        .remedy("map inside one reservation, where no memory is mapped")
+                })?
+            }
+        };
         let backed = self.back_memory(&mut state, request.kind, at, len);
         let segments = match backed {
             Ok(segments) => segments,
             Err(error) => {
-                state.addresses.give(at, len);
+                state.give_addresses(at, len);
                 return Err(error.iface(&self.config));
             }
         };
@@ -159,7 +201,7 @@ impl Allocator for SimulatedInner {
             Ok(allocation) => allocation,
             Err((error, segments)) => {
                 self.unback_memory(&mut state, request.kind, at, segments);
-                state.addresses.give(at, len);
+                state.give_addresses(at, len);
                 return Err(error);
             }
         };
@@ -169,17 +211,6 @@ impl Allocator for SimulatedInner {
         Ok(allocation)
     }
 
-    unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
-        self.call(DeviceCall::Free)?;
-        self.end(allocation, false, "free")
-    }
-
-    fn is_device_active(&self, device: DeviceId) -> Result<bool> {
-        self.device(device).map(|_| true)
-    }
-}
-
-impl SimulatedInner {
     /// Creates the segments of an allocation at offset `at` of the iface's address range. Maps them
     /// if the CPU may access this kind of memory. Undoes everything if a step fails.
     fn back_memory(
@@ -318,7 +349,7 @@ impl SimulatedInner {
         let mut state = self.state.lock();
         let range = allocation.range;
         let len = range.len().next_multiple_of(self.page);
-        state.addresses.give(range.start().0 - self.window_start(), len);
+        state.give_addresses(range.start().0 - self.window_start(), len);
         if !opened && let Some(DeviceId(device)) = allocation.device {
             state.used[device as usize] -= len;
         }
@@ -459,6 +490,17 @@ impl SegmentMap for SimulatedInner {
         let segments =
             segments.map(|(range, _, segment)| Segment { range, exportable: segment.exportable });
         Ok(segments.collect())
+    }
+
+    /// Returns the allocations in a range. Each mapping in a reservation is an allocation.
+    fn mapped(&self, range: AddressRange) -> Result<Vec<AddressRange>> {
+        self.call(DeviceCall::Segments)?;
+        let state = self.state.lock();
+        let live = state.records.iter().flatten().filter(|record| !record.being_freed);
+        let mut mapped: Vec<_> =
+            live.filter_map(|record| record.allocation.range.intersection(range)).collect();
+        mapped.sort_unstable();
+        Ok(mapped)
     }
 }
 

@@ -23,6 +23,7 @@ mod memory;
 mod monitor;
 mod p2p_matrix;
 mod ranges;
+mod reservations;
 mod stats;
 mod sys;
 mod table;
