@@ -4,6 +4,8 @@
 mod cached_transfers;
 #[path = "../examples/error_handling.rs"]
 mod error_handling;
+#[path = "../examples/kv_cache_sleep.rs"]
+mod kv_cache_sleep;
 #[path = "../examples/kv_cache_transfer.rs"]
 mod kv_cache_transfer;
 #[cfg(feature = "verbs")]
@@ -15,6 +17,13 @@ mod plug_in_provider;
 #[test]
 fn kv_cache_blocks_arrive_in_device_memory() {
     assert_eq!(kv_cache_transfer::run().expect("the example works"), 100);
+}
+
+/// LIFE-02, LIFE-03
+#[test]
+fn kv_cache_that_sleeps_and_wakes_never_shows_other_bytes() {
+    let reads = kv_cache_sleep::run().expect("the example works");
+    assert!(reads.verified > 0 && reads.refused > 0, "{reads:?}");
 }
 
 /// CACHE-01

@@ -50,8 +50,8 @@
 //! # Things this crate does not do
 //!
 //! It opens no device. [`library`] loads only libraries that ifaces and providers name. The crate
-//! starts threads only for a bound event queue, for a registration cache, and for the duration of a
-//! [`prefault`] call. It prints nothing, and logs through `tracing`.
+//! starts threads only for a bound event queue, for a registration cache, for a [`SparseRegion`],
+//! and for the duration of a [`prefault`] call. It prints nothing, and logs through `tracing`.
 
 #![deny(unsafe_code)]
 
@@ -103,8 +103,9 @@ pub use domain::{
     AnyBits, Atomic, Batch, Borrowed, BorrowedDmaBuf, CacheAttr, CachedBuffer, CachedRegion,
     DeviceBuffer, DmaBuf, Domain, DomainAttr, Endpoint, Grant, GrantKind, Growth, Items, KeptRaw,
     Memory, MemoryRegion, Place, Prefault, Promise, Raw, Region, RegionCache, RegionLookupHandle,
-    RegionSlice, RegionState, RegionView, Regions, Registrations, Request, Scoped, Type1Window,
-    Type2Bind, Type2Kind, Type2Window, Watch, fabric, os_page_sizes, prefault,
+    RegionSlice, RegionState, RegionView, Regions, Registrations, Request, Scoped, SparsePart,
+    SparseRegion, Type1Window, Type2Bind, Type2Kind, Type2Window, Watch, fabric, os_page_sizes,
+    prefault,
 };
 pub use error::{
     AttemptSummary, DriverCode, Errno, Error, ErrorKind, ErrorSummary, Rejected, Result,

@@ -15,6 +15,7 @@
 //! 11. [Testing without hardware](testing)
 //! 12. [Containers](containers)
 //! 13. [Porting from libibverbs and libfabric](porting)
+//! 14. [Memory that changes](changing_memory)
 
 // The names to which the pages link.
 #[cfg(doc)]
@@ -62,3 +63,6 @@ pub mod containers {}
 
 #[doc = include_str!("porting.md")]
 pub mod porting {}
+
+#[doc = include_str!("changing_memory.md")]
+pub mod changing_memory {}

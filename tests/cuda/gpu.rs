@@ -6,7 +6,7 @@ use std::{collections::BTreeSet, process::Command};
 use crate::link::not_over_a_gpu;
 
 /// Tests that do not run over a GPU, since they need the controls of the fake driver.
-const NOT_OVER_A_GPU: [&str; 14] = [
+const NOT_OVER_A_GPU: [&str; 15] = [
     "causes::refusal_under_an_existing_pcie_mapping_has_its_own_cause",
     "causes::each_cuda_cause_is_named_by_a_registration",
     "contexts::registration_in_the_applications_context_creates_no_other",
@@ -21,6 +21,7 @@ const NOT_OVER_A_GPU: [&str; 14] = [
     "paths::refused_export_does_not_change_the_path_of_other_buffers",
     "paths::decision_names_call_error_cause_and_remedy",
     "reuse::region_that_outlives_its_memory_reaches_no_new_memory",
+    "sparse::peer_memory_that_no_hook_watches_is_refused",
 ];
 /// Tests that need two GPUs, or GPUs that export dma-bufs. They are skipped elsewhere.
 const NEED_TWO_GPUS_OR_DMA_BUFS: [&str; 8] = [

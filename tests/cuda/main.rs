@@ -15,5 +15,6 @@ mod mapped;
 mod paths;
 mod reuse;
 mod segments;
+mod sparse;
 #[path = "../wire/mod.rs"]
 mod wire;

@@ -19,12 +19,12 @@ use crate::{
 };
 
 /// Length of a part of a reservation, and of the smallest physical memory.
-const STEP: u64 = 2 << 20;
+pub(crate) const STEP: u64 = 2 << 20;
 
 /// An application that reserves addresses, creates physical memory and maps it there. Addresses and
 /// lengths are given in steps.
-struct Mapper<'a> {
-    link: &'a Link,
+pub(crate) struct Mapper<'a> {
+    pub(crate) link: &'a Link,
     app: App<'a>,
     reader: Reader<'a>,
     base: u64,
@@ -33,7 +33,7 @@ struct Mapper<'a> {
 
 impl<'a> Mapper<'a> {
     /// Reserves addresses.
-    fn new(link: &'a Link, steps: u64) -> Self {
+    pub(crate) fn new(link: &'a Link, steps: u64) -> Self {
         let mut base = 0;
         let app = App::new(&link.functions);
         // SAFETY: the output is writable.
@@ -49,11 +49,11 @@ impl<'a> Mapper<'a> {
         Self { link, app, reader: Reader::new(link), base, steps }
     }
 
-    fn range(&self, step: u64, steps: u64) -> AddressRange {
+    pub(crate) fn range(&self, step: u64, steps: u64) -> AddressRange {
         AddressRange::new(Address(self.base + step * STEP), steps * STEP).expect("a range")
     }
 
-    fn create(&self, steps: u64) -> CuMemHandle {
+    pub(crate) fn create(&self, steps: u64) -> CuMemHandle {
         let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
         let properties = sys::CuMemAllocationProp {
             kind: sys::CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -71,7 +71,7 @@ impl<'a> Mapper<'a> {
     }
 
     /// Maps the first `steps` steps of a handle.
-    fn map(&self, step: u64, steps: u64, handle: CuMemHandle) {
+    pub(crate) fn map(&self, step: u64, steps: u64, handle: CuMemHandle) {
         let location = sys::CuMemLocation { kind: sys::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
         let who = sys::CuMemAccessDesc { location, flags: sys::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
         let (at, size) = (self.base + step * STEP, (steps * STEP) as usize);
@@ -83,26 +83,26 @@ impl<'a> Mapper<'a> {
         });
     }
 
-    fn unmap(&self, step: u64, steps: u64) {
+    pub(crate) fn unmap(&self, step: u64, steps: u64) {
         let (at, size) = (self.base + step * STEP, (steps * STEP) as usize);
         // SAFETY: the steps are whole mappings, and no code uses the memory.
         self.app.current(|f| check(unsafe { f.mem_unmap().expect("VMM")(at, size) }));
     }
 
-    fn release(&self, handle: CuMemHandle) {
+    pub(crate) fn release(&self, handle: CuMemHandle) {
         // SAFETY: `create` made the handle, and it is released once.
         self.app.current(|f| check(unsafe { f.mem_release().expect("VMM")(handle) }));
     }
 
     /// Creates memory of some steps and maps it. The mapping alone keeps the memory.
-    fn map_new(&self, step: u64, steps: u64) {
+    pub(crate) fn map_new(&self, step: u64, steps: u64) {
         let handle = self.create(steps);
         self.map(step, steps, handle);
         self.release(handle);
     }
 
     /// Writes the mark of a step into its memory.
-    fn mark(&self, step: u64, mark: u32) {
+    pub(crate) fn mark(&self, step: u64, mark: u32) {
         let start = self.range(step, 1).start();
         self.link.cuda.write_bytes(start, &bytes_of(mark)).expect("write");
     }
@@ -156,7 +156,7 @@ impl Drop for Mapper<'_> {
 
 /// Runs a case over every profile and monitor, with a new reservation. Adds two profiles: a driver
 /// that reports a context for VMM memory, and a driver that answers queries in a context only.
-fn each(steps: u64, show: impl Fn(&Mapper<'_>, CudaMonitorKind)) {
+pub(crate) fn each(steps: u64, show: impl Fn(&Mapper<'_>, CudaMonitorKind)) {
     let mut drivers = profiles();
     if !real() {
         drivers.push(Profile { vmm_names_context: true, ..Profile::default() });

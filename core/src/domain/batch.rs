@@ -456,7 +456,7 @@ fn of_view(view: usize) -> impl Fn(Error) -> Error {
 
 /// Returns the inner state of each domain. Fails without a domain, and for domains of different
 /// `Hmem`s.
-fn domains_of<'a>(nics: &'a [&'a Domain]) -> Result<Vec<&'a Arc<DomainInner>>> {
+pub(super) fn domains_of<'a>(nics: &'a [&'a Domain]) -> Result<Vec<&'a Arc<DomainInner>>> {
     let refuse = |what: &'static str, remedy: &'static str| {
         Err(Error::new(ErrorKind::InvalidArgument, "regattr").context("why", what).remedy(remedy))
     };

@@ -15,6 +15,7 @@ use super::{
     growth::Growth,
     held::HeldBuffers,
     memory::Raw,
+    monitors::{Monitors, Watch},
     owner::Claim,
     region::MemoryRegion,
     region_slice::RegionSlice,
@@ -23,13 +24,13 @@ use super::{
     terms::{Promise, Terms},
 };
 use crate::{
-    Access, AddressRange, Allocation, AllocationId, DeviceId, Error, ErrorKind, IfaceExt,
-    IfaceKind, MrMode, Rejected, Result,
+    Access, AddressRange, AllocationId, DeviceId, Error, ErrorKind, IfaceKind, MrMode, Rejected,
+    Result,
     cache::{
         Cache, CacheBackend, CacheStatistics, CachedEntryInfo, Key, Lease, LookupHandle,
         OwnedLease, UncachedReason,
     },
-    monitor::{DetectionMethod, Invalidator, Monitor, MonitorDescription, Subscription},
+    monitor::{Invalidator, Monitor, MonitorDescription, Subscription},
     path::Path,
     registry::AddressOwner,
 };
@@ -118,8 +119,7 @@ impl RegionCache {
             grow_to: grow_to.min(limits.max_bytes),
             ungrowable: Mutex::default(),
             held: Arc::default(),
-            without: attr.without_monitors.clone().unwrap_or_default(),
-            monitors: Mutex::new(Vec::new()),
+            monitors: Monitors::default(),
             cache: OnceLock::new(),
         };
         let cache = Arc::new(Cache::new(registrations, limits)?);
@@ -454,13 +454,6 @@ fn lookup_key(range: AddressRange, access: Access) -> Result<Key> {
     }
 }
 
-/// Returns true if the allocation of `owner` has the identity `id` and contains `range`.
-fn is_allocation(owner: &AddressOwner, id: AllocationId, range: AddressRange) -> bool {
-    let same =
-        |allocation: Allocation| allocation.id == id && allocation.range.contains_range(range);
-    owner.allocation.is_some_and(same)
-}
-
 /// Returns the cache key of a range of memory that belongs to `owner`.
 fn key_of(range: AddressRange, access: Access, owner: &AddressOwner) -> Result<Key> {
     let key = Key::new(range, access)?.owned_by(owner.iface, owner.device);
@@ -481,9 +474,6 @@ const MISSES_UNTIL_RETRY: u32 = 64;
 /// and the start of the range.
 type GrowthBound = (IfaceKind, Option<AllocationId>, u64);
 
-/// An iface, with its monitor or the reason why it has none.
-type IfaceMonitor = (IfaceKind, Result<Arc<dyn Monitor>>);
-
 /// The backend of a domain's cache, which registers through the domain.
 pub struct Registrations {
     domain: Arc<DomainInner>,
@@ -496,61 +486,14 @@ pub struct Registrations {
     /// The buffers that the cache's regions keep allocated. The list is shared with callbacks,
     /// which remove a dropped buffer after its regions are deregistered.
     held: Arc<HeldBuffers>,
-    /// The ifaces with a disabled monitor.
-    without: Vec<IfaceKind>,
-    /// The ifaces whose monitor was needed so far. Threads that need a monitor for the first time
-    /// at once may each start it, and add an element each. Later calls use the first element.
-    monitors: Mutex<Vec<IfaceMonitor>>,
+    monitors: Monitors,
     /// The cache that uses this backend. Set when the cache was created.
     cache: OnceLock<Weak<Cache<Self>>>,
 }
 
-/// A cached region's subscription to a monitor.
-#[derive(Debug)]
-pub struct Watch {
-    monitor: Arc<dyn Monitor>,
-    subscription: Subscription,
-    /// The allocation that contains the region. `None` if the iface reported no allocation.
-    allocation: Option<Box<Allocation>>,
-}
-
 impl Registrations {
     fn monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
-        if let Some((_, known)) = self.monitors.lock().iter().find(|(known, _)| *known == iface) {
-            return known.clone();
-        }
-        let started = self.start_monitor(iface);
-        self.monitors.lock().push((iface, started.clone()));
-        started
-    }
-
-    fn start_monitor(&self, iface: IfaceKind) -> Result<Arc<dyn Monitor>> {
-        let attr = &self.domain.provider_attr;
-        if let Some(cache) = &attr.driver_cache {
-            return Err(Error::new(ErrorKind::Unsupported, "cache monitor")
-                .provider(attr.nic.to_string())
-                .context("why", format_args!("{cache} is in force"))
-                .remedy(
-                    "rely on that cache, or disable it (libfabric: FI_MR_CACHE_MONITOR=disabled \
-                     when the process starts, and name a monitor by Builder::cache_monitor)",
-                ));
-        }
-        if self.without.contains(&iface) {
-            return Err(Error::new(ErrorKind::Unsupported, "cache monitor")
-                .iface(self.domain.registry.name_of(iface))
-                .context("why", "disabled by the builder or the environment")
-                .remedy(
-                    "enable the iface's cache monitor (FI_MR_CUDA_CACHE_MONITOR_ENABLED=1 for \
-                     CUDA), or leave the iface out of CacheAttr::without_monitors",
-                ));
-        }
-        let iface = self.domain.registry.get(iface)?;
-        let (started, iface) = (iface.start_monitor(), iface.name());
-        match &started {
-            Ok(monitor) => tracing::debug!(iface, monitor = monitor.name(), "cache monitor"),
-            Err(why) => tracing::warn!(iface, %why, "memory of the iface is registered uncached"),
-        }
-        started
+        self.monitors.get(&self.domain, iface)
     }
 
     /// Returns the larger range that a miss registers instead of `range`, and the bound in which it
@@ -641,41 +584,20 @@ impl CacheBackend for Registrations {
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Watch> {
         let monitor = self.monitor(key.iface())?;
         let subscription = self.subscribe(&monitor, key.range(), invalidator)?;
-        let Some(id) = key.allocation() else {
-            return Ok(Watch { monitor, subscription, allocation: None });
-        };
-        // The monitor detects that the allocation is freed from now on. This query detects that it
-        // was freed before.
-        let now = self.domain.registry.owner_of(key.range().start());
-        match now {
-            Ok(owner) if is_allocation(&owner, id, key.range()) => {
-                Ok(Watch { monitor, subscription, allocation: owner.allocation.map(Box::new) })
-            }
-            other => {
-                monitor.unsubscribe(subscription);
-                Err(other.err().unwrap_or_else(|| {
-                    Error::new(ErrorKind::BadAddress, "cached registration")
-                        .iface(self.domain.registry.name_of(key.iface()))
-                        .context("range", key.range())
-                        .remedy("keep the memory allocated while it is being registered")
-                }))
-            }
-        }
+        let memory = (key.iface(), key.range());
+        Watch::confirm(&self.domain, (monitor, subscription), memory, key.allocation())
     }
 
     fn unwatch(&self, watch: Watch) {
-        watch.monitor.unsubscribe(watch.subscription);
+        watch.end();
     }
 
     fn needs_validation(&self, watch: &Watch) -> bool {
-        watch.allocation.is_some() && watch.monitor.detection() == DetectionMethod::Identity
+        watch.needs_validation()
     }
 
     fn is_current(&self, watch: &Watch) -> Result<bool> {
-        match &watch.allocation {
-            Some(allocation) => watch.monitor.valid(&watch.subscription, allocation),
-            None => Ok(true),
-        }
+        watch.is_current()
     }
 
     fn max_len(&self) -> u64 {
@@ -691,7 +613,7 @@ impl CacheBackend for Registrations {
         let ranges = [key.range()];
         let terms = Terms::new(key.access());
         // After the subscription, `watch` queried the allocation again.
-        let owner = match watch.and_then(|watch| watch.allocation.as_deref()) {
+        let owner = match watch.and_then(Watch::allocation) {
             Some(allocation) => AddressOwner::of(allocation),
             None => *owner,
         };

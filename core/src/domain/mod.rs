@@ -14,16 +14,17 @@
 //! - `request`: requests and their checks; `owner`: the owner of the memory
 //! - `register`: one registration; `asynchronous`: the worker that runs it
 //! - `typed_region`, `scope`, `batch`, `fabric`: the public registrations
-//! - `held`: the buffers that cached regions keep allocated
+//! - `held`: the buffers that cached regions keep allocated; `monitors`: monitors of memory
 //! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`:
 //!   flushes of devices; `local`: leases of local memory; `queue`: completion queues
-//! - `endpoint`; `window`; `grant`
+//! - `endpoint`; `window`; `grant`; `changed`, `sparse`: regions over memory that comes and goes
 
 mod asynchronous;
 mod attr;
 mod batch;
 mod cached;
 mod cached_buffer;
+mod changed;
 mod device_buffer;
 mod endpoint;
 pub mod fabric;
@@ -34,6 +35,7 @@ mod host_memory;
 mod inbound;
 mod local;
 mod memory;
+mod monitors;
 mod owner;
 mod prefault;
 mod queue;
@@ -44,6 +46,7 @@ mod region_view;
 mod register;
 mod request;
 mod scope;
+mod sparse;
 mod terms;
 mod typed_region;
 mod window;
@@ -56,7 +59,7 @@ use std::{
 pub use self::{
     attr::{CacheAttr, DomainAttr},
     batch::{Batch, Regions},
-    cached::{CachedRegion, RegionCache, RegionLookupHandle, Registrations, Watch},
+    cached::{CachedRegion, RegionCache, RegionLookupHandle, Registrations},
     cached_buffer::CachedBuffer,
     device_buffer::DeviceBuffer,
     endpoint::{Atomic, Endpoint},
@@ -64,6 +67,7 @@ pub use self::{
     growth::Growth,
     host_memory::{AnyBits, Items},
     memory::{BorrowedDmaBuf, DmaBuf, KeptRaw, Memory, Place, Raw},
+    monitors::Watch,
     prefault::{Prefault, prefault},
     region::MemoryRegion,
     region_slice::RegionSlice,
@@ -71,6 +75,7 @@ pub use self::{
     region_view::RegionView,
     request::{Request, os_page_sizes},
     scope::{Borrowed, Scoped},
+    sparse::{SparsePart, SparseRegion},
     terms::Promise,
     typed_region::Region,
     window::{Type1Window, Type2Bind, Type2Kind, Type2Window},
