@@ -51,8 +51,9 @@ pub const CAUSES: &[RefusalCause] = &[
         remedy: "create the physical memory as RDMA capable (gpuDirectRDMACapable = 1 in \
                  CUmemAllocationProp; the attribute IS_GPU_DIRECT_RDMA_CAPABLE of a pointer shows \
                  it); PyTorch does so for expandable segments from 2.8 on (pull request 153261) \
-                 and for symmetric memory from 2.14 on (189941), without a setting: update it, or \
-                 leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF",
+                 and for symmetric memory from 2.14 on (189941), without a setting: update \
+                 PyTorch and keep expandable_segments; register mapped ranges only, or let a \
+                 SparseRegion follow them",
         ..RefusalCause::VMM_RANGE
     },
     RefusalCause {
@@ -116,8 +117,10 @@ mod tests {
     fn vmm_range_remedy_names_the_pytorch_release_and_the_attribute_to_check() {
         let named = |rule: &&RefusalCause| rule.name == RefusalCause::VMM_RANGE.name;
         let rule = CAUSES.iter().find(named).expect("a rule");
-        for word in ["PyTorch", "2.8", "153261", "IS_GPU_DIRECT_RDMA_CAPABLE"] {
+        for word in ["PyTorch", "2.8", "153261", "IS_GPU_DIRECT_RDMA_CAPABLE", "SparseRegion"] {
             assert!(rule.remedy.contains(word), "{word}: {}", rule.remedy);
         }
+        let advises_against = rule.remedy.contains("PYTORCH_CUDA_ALLOC_CONF");
+        assert!(!advises_against, "such segments need not be switched off: {}", rule.remedy);
     }
 }
