@@ -1,6 +1,6 @@
-//! Remote keys and rail keys, as peers send them.
+//! Remote keys, rail keys and updates of key feeds, as peers send them.
 
-use hmem::{RailKeys, RemoteKey};
+use hmem::{RailKeys, RemoteKey, key_feed::PeerKeys};
 
 use super::{Verdict, refusal, with_crc};
 
@@ -36,6 +36,35 @@ pub(super) fn rail_keys(data: &[u8]) -> Verdict {
     for rail in keys.rails() {
         check(&rail.key);
         assert!(keys.of(&rail.nic.name).is_some() && keys.of(&rail.nic.to_string()).is_some());
+    }
+    Ok(())
+}
+
+/// Applies an update of a key feed, and checks that it is applied whole and only once, and that its
+/// segments are those of its parts.
+pub(super) fn key_updates(data: &[u8]) -> Verdict {
+    let mut peer = PeerKeys::default();
+    let with_crc = with_crc(data);
+    let applied = match peer.apply(data) {
+        Ok(applied) => Ok((applied, data)),
+        Err(_) => peer.apply(&with_crc).map(|applied| (applied, &*with_crc)),
+    };
+    let (applied, bytes) = applied.map_err(refusal)?;
+    assert_eq!(applied.missed, applied.generation - 1);
+    assert_eq!(peer.generation(), applied.generation);
+    peer.apply(bytes).expect_err("an update is applied once");
+    let mut end = 0;
+    for (offsets, keys) in peer.parts() {
+        assert!(end <= offsets.start && offsets.start < offsets.end, "{offsets:?} after {end}");
+        end = offsets.end;
+        for rail in keys.rails() {
+            check(&rail.key);
+            let whole = peer.segments(&rail.nic.to_string(), offsets.clone(), applied.generation);
+            if let Ok(segments) = whole {
+                let len: u64 = segments.iter().map(|segment| segment.len).sum();
+                assert_eq!(len, offsets.end - offsets.start);
+            }
+        }
     }
     Ok(())
 }

@@ -32,11 +32,12 @@ pub(crate) type Target = fn(&[u8]) -> Verdict;
 
 /// Every target by its name, which is also the name of its folder in `fuzz/corpus`. The target
 /// `environment` comes first: it changes variables, and later targets start threads.
-pub(crate) const TARGETS: [(&str, Target); 11] = [
+pub(crate) const TARGETS: [(&str, Target); 12] = [
     ("environment", environment::target),
     ("arguments", arguments::target),
     ("remote_keys", keys::remote_keys),
     ("rail_keys", keys::rail_keys),
+    ("key_updates", keys::key_updates),
     ("raw_keys", raw_keys::target),
     ("endpoint_names", names::target),
     ("ipc_handles", ipc_handles::target),
