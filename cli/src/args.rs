@@ -48,6 +48,19 @@ pub enum Command {
     Man(ManArgs),
 }
 
+impl Command {
+    /// Returns the value of `--nic`.
+    pub(crate) fn nic(&self) -> Option<&str> {
+        match self {
+            Self::Info(args) => args.nic.as_deref(),
+            Self::Check(args) => args.provider.as_deref(),
+            Self::Explain(args) => args.nic.as_deref(),
+            Self::Perf(args) => args.nic.as_deref(),
+            Self::Topo(_) | Self::Completions(_) | Self::Man(_) => None,
+        }
+    }
+}
+
 /// Arguments of `hmem completions`.
 #[derive(Clone, Debug, Args)]
 #[command(override_usage = "hmem completions [OPTIONS] SHELL")]
@@ -84,6 +97,11 @@ pub struct InfoArgs {
     /// Print JSON (docs/check-schema.md) instead of tables
     #[arg(long)]
     pub json: bool,
+
+    /// List only the NICs of this provider (verbs, libfabric, libfabric/tcp;ofi_rxm) or this NIC
+    /// (verbs/mlx5_0)
+    #[arg(long, value_name = "NAME", visible_alias = "provider")]
+    pub nic: Option<String>,
 }
 
 /// Arguments of `hmem check`.
@@ -97,7 +115,8 @@ pub struct CheckArgs {
     #[arg(long, value_name = "NAME")]
     pub iface: Option<String>,
 
-    /// Check only the NICs of this provider (verbs) or this NIC (verbs/mlx5_0)
+    /// Check only the NICs of this provider (verbs, libfabric, libfabric/tcp;ofi_rxm) or this NIC
+    /// (verbs/mlx5_0)
     #[arg(long = "nic", value_name = "NAME", visible_alias = "provider")]
     pub provider: Option<String>,
 
@@ -131,7 +150,8 @@ pub struct ExplainArgs {
     #[arg(allow_negative_numbers = true)]
     pub device: Option<u32>,
 
-    /// Explain only the NICs of this provider (verbs) or this NIC (verbs/mlx5_0)
+    /// Explain only the NICs of this provider (verbs, libfabric, libfabric/tcp;ofi_rxm) or this
+    /// NIC (verbs/mlx5_0)
     #[arg(long, value_name = "NAME", visible_alias = "provider")]
     pub nic: Option<String>,
 
@@ -252,8 +272,8 @@ pub struct PerfArgs {
     #[arg(allow_negative_numbers = true)]
     pub device: u32,
 
-    /// Use this NIC (verbs/mlx5_0) or the first NIC of this provider (verbs) on this side, instead
-    /// of the first RDMA NIC
+    /// Use this NIC (verbs/mlx5_0) or the first NIC of this provider (verbs, libfabric,
+    /// libfabric/tcp;ofi_rxm) on this side, instead of the first RDMA NIC
     #[arg(long, value_name = "NAME", visible_alias = "provider")]
     pub nic: Option<String>,
 
@@ -291,7 +311,8 @@ pub struct PerfArgs {
 
     /// Write ordering of the registrations on both sides: strict, relaxed (as PCI Express defines
     /// it), or both, one after the other, with the gain of relaxed over strict; by default both on
-    /// an RDMA NIC, and strict on the software NIC, which ignores the ordering
+    /// an RDMA NIC, and strict on the software NIC and on NICs of libfabric, which ignore the
+    /// ordering
     #[arg(long, value_name = "ORDER", value_enum, hide_possible_values = true)]
     #[arg(conflicts_with = "server")]
     pub ordering: Option<PerfOrdering>,

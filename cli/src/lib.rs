@@ -18,7 +18,7 @@
 //! - `table`
 //! - `help`, `problem`
 //! - `json`
-//! - `machine`, `progress`
+//! - `libfabric`, `machine`, `progress`
 //! - `check`, `probe`, `topo`
 //! - `explain`, `info`, `perf`
 //! - `program`, `schema`
@@ -31,6 +31,7 @@ pub mod explain;
 mod help;
 pub mod info;
 pub mod json;
+mod libfabric;
 pub mod machine;
 pub mod perf;
 mod probe;
@@ -159,7 +160,11 @@ fn run(
         Command::Topo(args) => topo::run(args, style, out).map(|()| Outcome::Passed),
         Command::Completions(args) => completions(args, out),
         Command::Man(args) => man(args, out),
-        command => run_on(&Machine::find(add(Hmem::builder()))?, command, style, out),
+        command => {
+            // Before the plug-ins, which may start threads.
+            let builder = libfabric::add(Hmem::builder(), command.nic())?;
+            run_on(&Machine::find(add(builder))?, command, style, out)
+        }
     }
 }
 
@@ -177,7 +182,7 @@ pub fn run_on(
 ) -> Result<Outcome, Failure> {
     match command {
         Command::Info(args) => {
-            let inventory = info::inventory(machine)?;
+            let inventory = info::inventory(machine, args.nic.as_deref())?;
             json::write_or_text(out, &inventory, args.json, style, info::text)?;
             Ok(Outcome::Passed)
         }

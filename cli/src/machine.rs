@@ -19,6 +19,7 @@ use hmem::{
 
 use crate::{
     json::Skipped,
+    libfabric,
     problem::{Problem, unknown, unknown_nic},
 };
 
@@ -79,7 +80,7 @@ impl Absent {
     /// The NICs of an unavailable provider are unknown, so each name `PROVIDER/...` matches.
     pub(crate) fn answers_to(&self, name: &str) -> bool {
         match self.sort {
-            "NIC" => self.name == name,
+            "NIC" => is_named(&self.name, name),
             "provider" => name.split('/').next() == Some(self.name.as_str()),
             _ => false,
         }
@@ -208,11 +209,21 @@ impl Machine {
         self.absent.extend(missing);
         for provider in self.hmem.providers().to_vec() {
             let name = provider.name().to_owned();
-            let note = if name == "verbs" { "RDMA hardware" } else { "plug-in" };
+            let note = match name.as_str() {
+                "verbs" => "RDMA hardware",
+                libfabric::NAME => "a provider of libfabric",
+                _ => "plug-in",
+            };
             if let Err(error) = self.add(provider, false, note) {
                 self.absent.push(absent(self, &name, &error));
             }
         }
+        let left_out: Vec<_> = self.nics.extract_if(.., |nic| nic.is_left_out()).collect();
+        self.absent.extend(left_out.iter().map(|nic| Absent {
+            sort: "NIC",
+            name: nic.attr.nic.to_string(),
+            why: libfabric::why_left_out(),
+        }));
     }
 
     /// Adds the NICs of a provider.
@@ -386,10 +397,33 @@ impl ProviderNic {
         self.software && self.attr.nic.name == PINNED
     }
 
-    /// Returns whether `name` is the name of the provider (`verbs`) or of the NIC (`verbs/mlx5_0`).
-    pub(crate) fn answers_to(&self, name: &str) -> bool {
-        self.attr.nic.provider == name || self.attr.nic.to_string() == name
+    /// Returns whether this is a NIC of libfabric.
+    pub(crate) fn is_of_libfabric(&self) -> bool {
+        self.attr.nic.provider == libfabric::NAME
     }
+
+    /// Returns whether the command does not use the NIC, for the reason of
+    /// [`libfabric::why_left_out`].
+    fn is_left_out(&self) -> bool {
+        self.is_of_libfabric() && self.attr.nic.name.contains(libfabric::LEFT_OUT)
+    }
+
+    /// Returns whether the NIC ignores the write ordering of registrations.
+    pub(crate) fn ignores_ordering(&self) -> bool {
+        self.software || self.is_of_libfabric()
+    }
+
+    /// Returns whether `name` is the name of the provider (`verbs`), of one of libfabric's providers
+    /// (`libfabric/tcp;ofi_rxm`), or of the NIC (`verbs/mlx5_0`).
+    pub(crate) fn answers_to(&self, name: &str) -> bool {
+        self.attr.nic.provider == name || is_named(&self.attr.nic.to_string(), name)
+    }
+}
+
+/// Returns whether `name` is the name of the NIC `nic`, or of its provider in libfabric
+/// (`libfabric/tcp;ofi_rxm` for `libfabric/tcp;ofi_rxm:eth0`).
+fn is_named(nic: &str, name: &str) -> bool {
+    nic.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with(':'))
 }
 
 fn watch_simulated(simulated: &Arc<Simulated>) -> [Watch; 2] {

@@ -27,6 +27,8 @@ pub(super) struct Link<'a> {
     peer: PeerId,
     /// Number of posted transfers. It is also the context of the last posted transfer.
     posted: Cell<u64>,
+    /// Number of transfers whose completion was read.
+    ended: Cell<u64>,
 }
 
 impl<'a> Link<'a> {
@@ -37,7 +39,15 @@ impl<'a> Link<'a> {
         let peer = initiator.resolve(&target.name())?;
         // A connected transport needs the peer's name on both endpoints.
         target.resolve(&initiator.name())?;
-        Ok(Self { domain, queue, initiator, target, peer, posted: Cell::new(0) })
+        Ok(Self {
+            domain,
+            queue,
+            initiator,
+            target,
+            peer,
+            posted: Cell::new(0),
+            ended: Cell::new(0),
+        })
     }
 
     pub(super) fn write(&self, from: RegionSlice, to: LinkTarget<'_>) -> Result<()> {
@@ -72,6 +82,11 @@ impl<'a> Link<'a> {
         self.wait(context, None)
     }
 
+    /// Returns whether a transfer was posted whose completion was not read.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.posted.get() != self.ended.get()
+    }
+
     pub(super) fn close(self) -> Result<()> {
         self.initiator.close()?;
         self.target.close()?;
@@ -80,13 +95,13 @@ impl<'a> Link<'a> {
 
     /// Returns the context of the next transfer.
     fn next(&self) -> u64 {
-        self.posted.set(self.posted.get() + 1);
-        self.posted.get()
+        self.posted.get() + 1
     }
 
-    /// Waits for the completion of the transfer with this context. Fails if another transfer
+    /// Waits for the completion of the transfer that was posted with this context. Fails if another transfer
     /// completes, or if the number of transferred bytes is not `len`.
     fn wait(&self, context: u64, len: Option<u64>) -> Result<()> {
+        self.posted.set(context);
         let started = Instant::now();
         let mut completions: Vec<Completion> = Vec::with_capacity(1);
         let mut idle = 0u32;
@@ -104,6 +119,9 @@ impl<'a> Link<'a> {
             }
         }
         let completion = completions.remove(0);
+        if completion.context == context {
+            self.ended.set(context);
+        }
         let moved = completion.result?;
         if completion.context != context || len.is_some_and(|len| len != moved) {
             return Err(Error::new(ErrorKind::Driver, "completion")

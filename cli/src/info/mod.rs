@@ -15,6 +15,7 @@ use serde::Serialize;
 
 pub use self::report::text;
 use crate::{
+    Failure,
     json::{Attempt, SCHEMA, Skipped, memory_name},
     machine::{Machine, ProviderNic, root},
     probe,
@@ -247,19 +248,22 @@ pub struct P2pEntry {
     pub trace: Vec<Attempt>,
 }
 
-/// Collects the inventory of a machine. The function registers a page of host memory and of each
-/// device with each NIC to find the paths. It also starts the cache monitors, except those that a
-/// setting disables.
+/// Collects the inventory of a machine, with the NICs that `nic` names, or all for `None`. The
+/// function registers a page of host memory and of each device with each NIC to find the paths. It
+/// also starts the cache monitors, except those that a setting disables.
 ///
 /// # Errors
-/// The errors of [`Hmem::cache_defaults`](hmem::Hmem::cache_defaults) and
-/// [`Hmem::cache_monitor`](hmem::Hmem::cache_monitor), such as a malformed variable.
-pub fn inventory(machine: &Machine) -> Result<Inventory> {
+/// - [`Failure::Usage`] if the machine has neither a provider nor a NIC of this name.
+/// - The errors of [`Hmem::cache_defaults`](hmem::Hmem::cache_defaults) and
+///   [`Hmem::cache_monitor`](hmem::Hmem::cache_monitor), such as a malformed variable.
+pub fn inventory(machine: &Machine, nic: Option<&str>) -> Result<Inventory, Failure> {
+    machine.check_names(None, nic)?;
+    let nics: Vec<_> = machine.nics(nic).collect();
     let defaults = machine.hmem.cache_defaults()?;
     let cache_monitor = cache_monitor(machine.hmem.cache_monitor()?);
     let mut absent: Vec<_> = machine.absent.iter().map(Skipped::from).collect();
     let devices = devices(machine, &mut absent);
-    let providers = machine.nics.iter().map(|nic| nic_entry(machine, nic, &mut absent)).collect();
+    let providers = nics.iter().map(|nic| nic_entry(machine, nic, &mut absent)).collect();
     let ifaces_with_devices =
         machine.hmem.registry().iter().filter(|iface| iface.kind() != IfaceKind::SYSTEM);
     let device_monitors = ifaces_with_devices.map(|iface| device_monitor(defaults, &**iface));
@@ -267,7 +271,7 @@ pub fn inventory(machine: &Machine) -> Result<Inventory> {
         schema: SCHEMA,
         version: env!("CARGO_PKG_VERSION"),
         ifaces: ifaces(machine),
-        p2p: p2p(machine, &devices),
+        p2p: p2p(machine, &nics, &devices),
         cache: cache(machine, defaults),
         cache_monitor,
         device_monitors: device_monitors.collect(),
@@ -476,15 +480,14 @@ const fn window_name(window: WindowType) -> &'static str {
     }
 }
 
-fn p2p(machine: &Machine, devices: &[DeviceEntry]) -> Vec<P2pEntry> {
-    let mut entries: Vec<_> = machine
-        .nics
+fn p2p(machine: &Machine, nics: &[&ProviderNic], devices: &[DeviceEntry]) -> Vec<P2pEntry> {
+    let mut entries: Vec<_> = nics
         .iter()
         .map(|nic| entry(machine, "system", None, nic, probe::host(machine, nic).as_deref()))
         .collect();
     for iface in machine.hmem.registry().iter() {
         for device in devices.iter().filter(|device| device.iface == iface.name()) {
-            for nic in &machine.nics {
+            for nic in nics {
                 let decision = probe::device(machine, nic, iface, hmem::DeviceId(device.device));
                 entries.push(entry(machine, &device.iface, Some(device), nic, decision.as_deref()));
             }

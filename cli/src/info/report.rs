@@ -11,6 +11,7 @@ use super::{
 };
 use crate::{
     json::{Attempt, memory_name},
+    libfabric,
     problem::Problem,
     table::{Cell, Style, Table, Tone, abbreviated, bytes, grouped, list_or},
 };
@@ -155,12 +156,18 @@ fn order(nic: &NicEntry) -> String {
     if pairs.len() == 9 { "all".to_owned() } else { list(&pairs) }
 }
 
+/// Returns whether the NIC is hardware. A NIC of libfabric is hardware if it has a PCI address.
+fn kind(nic: &NicEntry) -> String {
+    let of_libfabric = nic.provider == libfabric::NAME && nic.pci_bus_id.is_none();
+    if nic.software || of_libfabric { "software" } else { "hardware" }.to_owned()
+}
+
 /// A function that formats one attribute of a NIC.
 type Attribute = fn(&NicEntry) -> String;
 
 /// The attributes of a NIC, each with its name.
 const ATTRIBUTES: [(&str, Attribute); 15] = [
-    ("kind", |nic| if nic.software { "software" } else { "hardware" }.to_owned()),
+    ("kind", kind),
     ("description", |nic| nic.note.clone()),
     ("PCI address", |nic| nic.pci_bus_id.clone().unwrap_or_else(|| "-".into())),
     ("required mr_mode", |nic| list(&nic.required_mr_mode)),
@@ -168,7 +175,10 @@ const ATTRIBUTES: [(&str, Attribute); 15] = [
     ("key, raw key", |nic| format!("{} B, {} B", nic.key_size, nic.raw_key_size)),
     ("region: ranges", |nic| nic.mr_iov_limit.to_string()),
     ("region: size", |nic| bytes(nic.max_mr_size)),
-    ("regions", |nic| nic.max_mr_count.to_string()),
+    ("regions", |nic| match nic.max_mr_count {
+        u64::MAX => "no limit".to_owned(),
+        count => count.to_string(),
+    }),
     ("page sizes", |nic| {
         list(&nic.page_sizes.iter().map(|size| bytes(*size as u64)).collect::<Vec<_>>())
     }),

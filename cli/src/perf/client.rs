@@ -7,17 +7,17 @@ use std::{
 
 use hdrhistogram::Histogram;
 use hmem::{
-    Atomic, Error, ErrorKind, Iova, Region, RegionSlice, RemoteKey, Result,
+    Atomic, Error, ErrorKind, Iova, RegionSlice, RemoteKey, Result,
     transfer::{AtomicOp, AtomicType, PeerId, RemoteSegment},
 };
 
 use super::{
     Event,
-    end::{End, EndConfig, Idle, completed},
+    end::{End, EndConfig, Idle, TransferRegion, completed},
     figures::{Bandwidth, Gain, Latency, Order, Role, Row},
     layout::{ADDEND, Layout, WORD, same},
     report::Report,
-    wire::{Begin, HANDSHAKE, HEARTBEAT, Message, PATIENCE, Peer, Request},
+    wire::{Begin, HANDSHAKE, HEARTBEAT, Message, Peer, Request},
 };
 use crate::{
     args::{Measure, PerfOp},
@@ -115,7 +115,7 @@ fn measure_in_order(
     request.endpoint = end.endpoint.name().0;
     request.side = end.side.clone();
     peer.send(&Message::Request(request.clone()))?;
-    let ready = match peer.receive("ready", PATIENCE)? {
+    let ready = match end.receive(peer, "ready")? {
         Message::Ready(ready) => ready,
         other => return Err(peer.out_of_turn("ready", &other)),
     };
@@ -146,7 +146,7 @@ fn measure_in_order(
     }
     let Client { end, operand, .. } = client;
     if let Some(operand) = operand {
-        drop(operand.close()?);
+        operand.close()?;
     }
     end.close()
 }
@@ -176,7 +176,7 @@ struct Client<'a> {
     /// The key of the server's memory; `None` for messages.
     key: Option<RemoteKey>,
     /// The registered addend of fetch-adds; `None` for other operations.
-    operand: Option<Region<Vec<u8>>>,
+    operand: Option<TransferRegion<Vec<u8>>>,
     plan: &'a Plan,
     request: Request,
     /// Number of calls of `run`, including warm-ups. Each of them uses a pattern of its own.
@@ -231,13 +231,13 @@ impl Client<'_> {
         self.end.region.write(0, &content)?;
 
         self.peer.send(&Message::Begin(Begin { size, seed }))?;
-        match self.peer.receive("go", PATIENCE)? {
+        match self.end.receive(self.peer, "go")? {
             Message::Go => {}
             other => return Err(self.peer.out_of_turn("go", &other)),
         }
         let (transfers, took) = self.transfer(layout, depth, amount, latency)?;
         self.peer.send(&Message::End { transfers })?;
-        match self.peer.receive("verified", PATIENCE)? {
+        match self.end.receive(self.peer, "verified")? {
             Message::Verified => {}
             other => return Err(self.peer.out_of_turn("verified", &other)),
         }

@@ -1,6 +1,8 @@
 //! One end of a measurement: a domain with registered memory and an endpoint.
 
 use std::{
+    mem,
+    ops::Deref,
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -8,15 +10,15 @@ use std::{
 
 use hmem::{
     Access, DeviceBuffer, DeviceId, Domain, Endpoint, Error, ErrorKind, Hmem, Iface, IfaceKind,
-    Region, Request, Result,
+    Memory, Region, Request, Result,
     path::P2pPolicy,
-    provider::{CompletionQueue, EndpointAttr},
+    provider::{CompletionQueue, EndpointAttr, ProgressModel},
     transfer::{Completion, EndpointName, PeerId},
 };
 
 use super::{
     figures::{EndDescription, Role, plain},
-    wire::{self, PATIENCE, Peer},
+    wire::{self, Message, PATIENCE, Peer},
 };
 use crate::{
     args::PerfOp,
@@ -37,14 +39,18 @@ pub(super) struct EndConfig<'a> {
 /// Registered memory and an endpoint of one side.
 #[derive(Debug)]
 pub(super) struct End {
-    // The domain is declared, and so dropped, after the fields that use it.
-    pub(super) region: Region<DeviceBuffer>,
+    // The fields are dropped in this order: the endpoint ends the transfers, then the region that
+    // they use is closed. The domain is dropped after the fields that use it.
     pub(super) endpoint: Endpoint,
     /// The completion queue of the endpoint.
     pub(super) queue: Arc<dyn CompletionQueue>,
+    pub(super) region: TransferRegion<DeviceBuffer>,
     pub(super) domain: Domain,
     /// The description that reports print and the other side receives.
     pub(super) side: EndDescription,
+    /// True if the NIC moves bytes only while this side polls, also those that the other side's
+    /// requests move.
+    polls: bool,
 }
 
 impl End {
@@ -72,10 +78,12 @@ impl End {
         let key = if role == Role::Client { 2 } else { 1 };
         let registration = Request::new(buffer, access).key(key);
         let region = domain.submit(registration.ordering(request.ordering.into()))?;
+        let region = TransferRegion::new(region, config.nic);
         let depth = depth as usize;
         let queue = domain.open_cq(depth)?;
         let endpoint =
             domain.open_endpoint(&EndpointAttr { depth, ..EndpointAttr::new(&queue) })?;
+        let polls = config.nic.attr.progress == ProgressModel::Manual;
         let decision = region.decision()?;
         let nic = &config.nic.attr.nic;
         let side = EndDescription {
@@ -87,13 +95,29 @@ impl End {
             reason: decision.reason.clone(),
             trace: decision.attempts.iter().map(Attempt::from).collect(),
         };
-        Ok(Self { region, endpoint, queue, domain, side })
+        Ok(Self { endpoint, queue, region, domain, side, polls })
     }
 
     /// Registers a word of host memory.
-    pub(super) fn register_word(&self, word: u64) -> Result<Region<Vec<u8>>> {
+    pub(super) fn register_word(&self, word: u64) -> Result<TransferRegion<Vec<u8>>> {
         let word = word.to_ne_bytes().to_vec();
-        Ok(self.domain.submit(Request::new(word, Access::READ | Access::WRITE).key(3))?)
+        let region = self.domain.submit(Request::new(word, Access::READ | Access::WRITE).key(3))?;
+        Ok(TransferRegion { region: Some(region), keeps_memory: self.region.keeps_memory })
+    }
+
+    /// Returns the next message of the other side, as [`Peer::receive`] does. Polls until it
+    /// arrives if the NIC needs that.
+    pub(super) fn receive(&self, peer: &mut Peer, wanted: &'static str) -> Result<Message> {
+        let until = Instant::now() + PATIENCE;
+        while self.polls && Instant::now() < until && !peer.has_spoken()? {
+            let look = Instant::now() + LOOK;
+            while Instant::now() < look {
+                if self.domain.progress()? == 0 {
+                    thread::yield_now();
+                }
+            }
+        }
+        peer.receive(wanted, until.saturating_duration_since(Instant::now()))
     }
 
     /// Connects this side's endpoint to the endpoint `name` of the other side.
@@ -126,8 +150,52 @@ impl End {
     pub(super) fn close(self) -> Result<()> {
         self.endpoint.close()?;
         drop(self.queue);
-        drop(self.region.close()?);
+        self.region.close()?;
         Ok(self.domain.close()?)
+    }
+}
+
+/// A region that transfers use. If the value is dropped, a transfer may still be in progress:
+/// libfabric's software providers end none. So the memory on a NIC of libfabric is freed by
+/// [`Self::close`] only.
+#[derive(Debug)]
+pub(super) struct TransferRegion<M: Memory> {
+    /// The region; `None` once it is closed.
+    region: Option<Region<M>>,
+    /// True if dropping this value does not free the memory.
+    keeps_memory: bool,
+}
+
+impl<M: Memory> TransferRegion<M> {
+    fn new(region: Region<M>, nic: &ProviderNic) -> Self {
+        Self { region: Some(region), keeps_memory: nic.is_of_libfabric() }
+    }
+
+    /// Closes the region and frees its memory. No transfer uses the region any more.
+    pub(super) fn close(mut self) -> Result<()> {
+        if let Some(region) = self.region.take() {
+            drop(region.close()?);
+        }
+        Ok(())
+    }
+}
+
+impl<M: Memory> Deref for TransferRegion<M> {
+    type Target = Region<M>;
+
+    fn deref(&self) -> &Region<M> {
+        self.region.as_ref().expect("the region is open until this value is closed or dropped")
+    }
+}
+
+impl<M: Memory> Drop for TransferRegion<M> {
+    fn drop(&mut self) {
+        let Some(region) = self.region.take().filter(|_| self.keeps_memory) else { return };
+        match region.close() {
+            Ok(memory) => mem::forget(memory),
+            // Dropping the region keeps its memory if it cannot be closed.
+            Err(rejected) => drop(rejected),
+        }
     }
 }
 

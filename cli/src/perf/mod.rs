@@ -102,7 +102,7 @@ pub fn run(
             out.flush()
         });
     }
-    let plan = plan(args, config.nic.software)?;
+    let plan = plan(args, config.nic.ignores_ordering())?;
     let mut live = LiveReport {
         json: args.json,
         style,
@@ -304,9 +304,9 @@ fn connect(host: &str, port: u16) -> Result<(TcpStream, SocketAddr)> {
     Err(last)
 }
 
-/// Returns the measurements that the arguments select. `software` is true for the software NIC,
-/// which ignores the write ordering.
-fn plan(args: &PerfArgs, software: bool) -> Result<Plan, Failure> {
+/// Returns the measurements that the arguments select. `ignores_ordering` is true for a NIC that
+/// ignores the write ordering.
+fn plan(args: &PerfArgs, ignores_ordering: bool) -> Result<Plan, Failure> {
     let sizes = match (args.op, &args.size) {
         // Without `--size`, the sizes are the defaults.
         (PerfOp::Atomic, size) if size.0 == DEFAULT_SIZES || size.0 == [WORD] => vec![WORD],
@@ -316,8 +316,8 @@ fn plan(args: &PerfArgs, software: bool) -> Result<Plan, Failure> {
         }
         (_, size) => size.0.clone(),
     };
-    let ordering =
-        args.ordering.unwrap_or(if software { PerfOrdering::Strict } else { PerfOrdering::Both });
+    let measured = if ignores_ordering { PerfOrdering::Strict } else { PerfOrdering::Both };
+    let ordering = args.ordering.unwrap_or(measured);
     Ok(Plan {
         op: args.op,
         orders: match ordering {
@@ -387,7 +387,8 @@ fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a ProviderNic, Fai
     }
     machine.nics.iter().find(|nic| !nic.software).ok_or_else(|| {
         let none = Problem::new("this machine has no RDMA NIC");
-        let software = "run `hmem perf --loopback` to use the software NIC";
+        let software = "run `hmem perf --loopback` to use the software NIC, or name libfabric's \
+                        NICs (--nic libfabric) to use TCP";
         let verbs = machine.absent.iter().find(|absent| absent.name == "verbs");
         Failure::failed(match verbs {
             Some(verbs) => {

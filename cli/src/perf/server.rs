@@ -13,7 +13,7 @@ use super::{
     figures::Role,
     layout::{Layout, WORD, same},
     report::Report,
-    wire::{Begin, HANDSHAKE, Message, PATIENCE, Peer, Ready, Request},
+    wire::{Begin, HANDSHAKE, Message, Peer, Ready, Request},
 };
 use crate::{
     args::{LARGEST, MOST_SIZES, PerfOp},
@@ -92,7 +92,7 @@ fn serve_request(
         Ready { endpoint: server.end.endpoint.name().0, key, side: server.end.side.clone() };
     server.peer.send(&Message::Ready(ready))?;
     let last = loop {
-        match server.peer.receive("begin", PATIENCE)? {
+        match server.end.receive(server.peer, "begin")? {
             Message::Begin(begin) => server.run(begin)?,
             Message::Results(results) => break ControlFlow::Break(results),
             Message::Request(next) => break ControlFlow::Continue(next),
@@ -172,7 +172,7 @@ impl Server<'_> {
     /// Waits until the client ends a run of one-sided transfers. Returns their number.
     fn wait(&mut self) -> Result<u64> {
         loop {
-            match self.peer.receive("end", PATIENCE)? {
+            match self.end.receive(self.peer, "end")? {
                 Message::Running => {}
                 Message::End { transfers } => return Ok(transfers),
                 other => return Err(self.peer.out_of_turn("end", &other)),
