@@ -269,7 +269,7 @@ fn dgx() -> Machine {
 /// The distance depends on the PCI address of a device, not on its ordinal.
 #[test]
 fn info_shows_the_distance_of_each_pair() {
-    let inventory = info::inventory(&dgx()).expect("good variables");
+    let inventory = info::inventory(&dgx(), None).expect("good variables");
     let distances: Vec<_> = inventory
         .p2p
         .iter()
@@ -297,7 +297,7 @@ fn info_shows_the_distance_of_each_pair() {
         ["0000:ee:00.0", "0000:01:00.0"],
         [("a", "0000:0c:00.0"), ("b", "nowhere")],
     );
-    let inventory = info::inventory(&elsewhere).expect("good variables");
+    let inventory = info::inventory(&elsewhere, None).expect("good variables");
     let why: Vec<_> =
         inventory.p2p.iter().filter_map(|entry| entry.distance_unknown.as_deref()).collect();
     assert_eq!(why.len(), 4);

@@ -38,7 +38,7 @@ fn info_and_explain_list_available_and_absent_plug_ins() {
         run_on(&machine, command, Style::plain(), &mut out).unwrap();
         String::from_utf8(out).unwrap()
     };
-    let info = run(&Command::Info(InfoArgs { json: true }));
+    let info = run(&Command::Info(InfoArgs { json: true, nic: None }));
     for expected in ["\"mine\"", "\"gone\"", "libgone.so", "gone-nic", "libgone-nic.so"] {
         assert!(info.contains(expected), "{expected} is not in {info}");
     }
@@ -56,7 +56,7 @@ fn info_has_the_remedy_of_each_refused_path() {
         Hmem::builder().without_vendor_ifaces().iface_or_absent(MINE, "mine", unreachable);
     let machine = Machine::find(builder).unwrap();
     let mut out = Vec::new();
-    let info = Command::Info(InfoArgs { json: false });
+    let info = Command::Info(InfoArgs { json: false, nic: None });
     run_on(&machine, &info, Style::plain(), &mut out).unwrap();
     let text = String::from_utf8(out).unwrap();
     let staged = text.split("  staged: ").nth(1).expect(&text);

@@ -127,13 +127,17 @@ pub(crate) struct Server {
 impl Server {
     pub(crate) fn start(arguments: &[&str]) -> Self {
         let all = ["--server", "--bind", "127.0.0.1", "--port", "0"];
-        let mut process =
-            hmem("perf", &[&all[..], arguments].concat()).spawn().expect("the command starts");
+        Self::spawn(hmem("perf", &[&all[..], arguments].concat()))
+    }
+
+    /// Starts a server with the port 0, and waits until it listens.
+    pub(crate) fn spawn(mut command: Command) -> Self {
+        let mut process = command.spawn().expect("the command starts");
         let mut stderr = BufReader::new(process.stderr.take().expect("a pipe"));
         let mut line = String::new();
         stderr.read_line(&mut line).expect("the server says where it listens");
-        let port =
-            line.trim().strip_prefix("listening on 127.0.0.1:").and_then(|port| port.parse().ok());
+        let address = line.trim().strip_prefix("listening on ");
+        let port = address.and_then(|address| address.rsplit(':').next()?.parse().ok());
         Self { port: port.unwrap_or_else(|| panic!("{line}")), process, stderr }
     }
 
