@@ -76,7 +76,7 @@ const SECTIONS: [(&str, &[Section]); 8] = [
                     (
                         "HMEM_CUDA_LIBRARY",
                         "file to load instead of libcuda.so.1; also with ROCR, ZE, NEURON, \
-                         SYNAPSEAI or HLTHUNK in place of CUDA",
+                         SYNAPSEAI, HLTHUNK or LIBFABRIC in place of CUDA",
                     ),
                     (
                         "HMEM_CUDA_MONITOR",

@@ -185,7 +185,7 @@ pub struct NicEntry {
     pub provider: String,
     /// The name of the NIC in its provider.
     pub nic: String,
-    /// True if the NIC is software in this process.
+    /// True for the loopback NICs; false for the NICs of libfabric.
     pub software: bool,
     /// A short description of the NIC.
     pub note: String,
