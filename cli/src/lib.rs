@@ -18,7 +18,8 @@
 //! - `table`
 //! - `help`, `problem`
 //! - `json`
-//! - `libfabric`, `machine`, `progress`
+//! - `libfabric`
+//! - `machine`, `progress`
 //! - `check`, `probe`, `topo`
 //! - `explain`, `info`, `perf`
 //! - `program`, `schema`

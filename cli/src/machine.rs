@@ -413,8 +413,8 @@ impl ProviderNic {
         self.software || self.is_of_libfabric()
     }
 
-    /// Returns whether `name` is the name of the provider (`verbs`), of one of libfabric's providers
-    /// (`libfabric/tcp;ofi_rxm`), or of the NIC (`verbs/mlx5_0`).
+    /// Returns whether `name` is the name of the provider (`verbs`), of one of libfabric's
+    /// providers (`libfabric/tcp;ofi_rxm`), or of the NIC (`verbs/mlx5_0`).
     pub(crate) fn answers_to(&self, name: &str) -> bool {
         self.attr.nic.provider == name || is_named(&self.attr.nic.to_string(), name)
     }

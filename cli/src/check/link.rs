@@ -98,8 +98,8 @@ impl<'a> Link<'a> {
         self.posted.get() + 1
     }
 
-    /// Waits for the completion of the transfer that was posted with this context. Fails if another transfer
-    /// completes, or if the number of transferred bytes is not `len`.
+    /// Waits for the completion of the transfer that was posted with this context. Fails if another
+    /// transfer completes, or if the number of transferred bytes is not `len`.
     fn wait(&self, context: u64, len: Option<u64>) -> Result<()> {
         self.posted.set(context);
         let started = Instant::now();
