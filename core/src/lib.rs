@@ -103,9 +103,9 @@ pub use domain::{
     AnyBits, Atomic, Batch, Borrowed, BorrowedDmaBuf, CacheAttr, CachedBuffer, CachedRegion,
     DeviceBuffer, DmaBuf, Domain, DomainAttr, Endpoint, Grant, GrantKind, Growth, Items, KeptRaw,
     Memory, MemoryRegion, Place, Prefault, Promise, Raw, Region, RegionCache, RegionLookupHandle,
-    RegionSlice, RegionState, RegionView, Regions, Registrations, Request, Scoped, SparsePart,
-    SparseRegion, Type1Window, Type2Bind, Type2Kind, Type2Window, Watch, fabric, os_page_sizes,
-    prefault,
+    RegionSlice, RegionState, RegionView, Regions, Registrations, Request, RoamingRegion, Scoped,
+    SparsePart, SparseRegion, Type1Window, Type2Bind, Type2Kind, Type2Window, Watch, fabric,
+    os_page_sizes, prefault,
 };
 pub use error::{
     AttemptSummary, DriverCode, Errno, Error, ErrorKind, ErrorSummary, Rejected, Result,

@@ -13,7 +13,7 @@
 //! - `memory`: memory that regions hold; `host_memory`, `device_buffer`: the library's own kinds
 //! - `request`: requests and their checks; `owner`: the owner of the memory
 //! - `register`: one registration; `asynchronous`: the worker that runs it
-//! - `typed_region`, `scope`, `batch`, `fabric`: the public registrations
+//! - `typed_region`, `roaming_region`, `scope`, `batch`, `fabric`: the public registrations
 //! - `held`: the buffers that cached regions keep allocated; `monitors`: monitors of memory
 //! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`:
 //!   flushes of devices; `local`: leases of local memory; `queue`: completion queues
@@ -45,6 +45,7 @@ mod region_state;
 mod region_view;
 mod register;
 mod request;
+mod roaming_region;
 mod scope;
 mod sparse;
 mod terms;
@@ -74,6 +75,7 @@ pub use self::{
     region_state::RegionState,
     region_view::RegionView,
     request::{Request, os_page_sizes},
+    roaming_region::RoamingRegion,
     scope::{Borrowed, Scoped},
     sparse::{SparsePart, SparseRegion},
     terms::Promise,
@@ -88,8 +90,8 @@ use crate::{
     event_queue::EventQueue,
     path::{DirectPath, PathSelector},
     provider::{
-        CompletionQueue, DomainRequest, EndpointAttr, Features, LiveObjects, Provider,
-        ProviderAttr, ProviderDomain, RawKeys, Transport,
+        CompletionQueue, DomainRequest, EndpointAttr, Features, LiveObjects, NicEvent, NicState,
+        Provider, ProviderAttr, ProviderDomain, RawKeys, Transport,
     },
 };
 
@@ -266,6 +268,27 @@ impl Domain {
             return LiveObjects::default();
         }
         self.inner.provider.live()
+    }
+
+    /// Reads the events that the NIC's driver has reported, and returns the state of the NIC.
+    ///
+    /// The state is [`NicState::Working`] if the domain lacks the feature `NIC_LIFE`
+    /// ([`Domain::features`]), and in a forked child. [`NicLife`](crate::provider::NicLife) says
+    /// how a domain behaves after the loss of its device.
+    #[must_use]
+    pub fn nic_state(&self) -> NicState {
+        let life = self.inner.provider.nic_life().filter(|_| self.inner.process.is_current());
+        life.map_or(NicState::Working, |life| life.nic_state())
+    }
+
+    /// Reads the events that the NIC's driver has reported. Returns those that earlier calls on
+    /// this domain have not returned, oldest first: at most the latest 64.
+    ///
+    /// Returns none if the domain lacks the feature `NIC_LIFE`, and in a forked child.
+    #[must_use]
+    pub fn nic_events(&self) -> Vec<NicEvent> {
+        let life = self.inner.provider.nic_life().filter(|_| self.inner.process.is_current());
+        life.map_or_else(Vec::new, |life| life.nic_events())
     }
 
     /// Returns the total size of the domain's staging buffers in bytes.

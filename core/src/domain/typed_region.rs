@@ -24,8 +24,8 @@ use crate::{Access, MrFlags, Rejected, Result};
 /// If the region is dropped while it has sub-regions, windows or grants, the last of them releases
 /// the memory.
 pub struct Region<M: Memory> {
-    region: MemoryRegion,
-    parts: Arc<M::Parts>,
+    pub(super) region: MemoryRegion,
+    pub(super) parts: Arc<M::Parts>,
 }
 
 impl<M: Memory> Region<M> {

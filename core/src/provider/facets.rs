@@ -38,6 +38,8 @@ bitflags::bitflags! {
         const MANUAL_PROGRESS = 1 << 9;
         /// The domain opens completion queues and endpoints ([`Transport`]).
         const TRANSPORT = 1 << 10;
+        /// The domain knows the state of its NIC ([`NicLife`](super::NicLife)).
+        const NIC_LIFE = 1 << 11;
     }
 }
 
@@ -57,6 +59,7 @@ impl Features {
             (domain.staging().is_some(), Self::STAGING),
             (domain.manual_progress().is_some(), Self::MANUAL_PROGRESS),
             (domain.transport().is_some(), Self::TRANSPORT),
+            (domain.nic_life().is_some(), Self::NIC_LIFE),
         ];
         facets.into_iter().filter(|(present, _)| *present).map(|(_, feature)| feature).collect()
     }

@@ -11,6 +11,7 @@
 
 mod attr;
 mod facets;
+mod nic_life;
 
 use std::{
     any::Any,
@@ -27,6 +28,7 @@ pub use self::{
         CompositeKeys, Enabling, EndpointBinding, Features, ManualProgress, RawKeys, Refresh,
         RegionCounters, StagingAccess, SubRegions, Transport, Windows,
     },
+    nic_life::{NicEvent, NicLife, NicRecord, NicState},
 };
 
 use crate::{
@@ -275,6 +277,11 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// Returns the facet for manual progress. Without this facet, all requests proceed without
     /// calls by the application.
     fn manual_progress(&self) -> Option<&dyn ManualProgress> {
+        None
+    }
+
+    /// Returns the facet for the state of the NIC, if the domain knows it.
+    fn nic_life(&self) -> Option<&dyn NicLife> {
         None
     }
 
