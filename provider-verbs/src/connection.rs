@@ -13,6 +13,7 @@ use hmem_core::{Error, ErrorKind, Result};
 use super::{
     cq::VerbsCq,
     device::{OpenDevice, ProtectionDomain},
+    errors,
     peer_name::PeerName,
     port::Port,
     sys::{
@@ -45,6 +46,7 @@ const SEGMENTS: i32 = 16;
 #[derive(Debug)]
 pub(super) struct QueuePair {
     pub(super) device: Arc<OpenDevice>,
+    /// The queue pair; null once it is destroyed.
     pub(super) qp: *mut Qp,
     pub(super) port: Port,
     pub(super) cap: QpCap,
@@ -88,10 +90,9 @@ impl QueuePair {
             created = Self::try_create(pd, (tx, rx), cap);
         }
         let (qp, cap) = created.map_err(|error| {
-            error.context("depth", depth).remedy(
-                "raise the locked-memory limit (ulimit -l), or close endpoints: the NIC may be \
-                 out of queue pairs",
-            )
+            let why = "raise the locked-memory limit (ulimit -l), or close endpoints: the NIC may \
+                       be out of queue pairs";
+            errors::advise(error.context("depth", depth), why)
         })?;
         let psn = RandomState::new().build_hasher().finish() as u32 & 0xff_ffff;
         let pair = Self { device: Arc::clone(device), qp, port, cap, depth, psn };
@@ -248,6 +249,16 @@ impl QueuePair {
         )
     }
 
+    /// Destroys the queue pair. After an error the NIC may still process its requests.
+    pub(super) fn destroy(&mut self) -> Result<()> {
+        let destroy = self.device.library.functions.destroy_qp;
+        // SAFETY: `create` made the queue pair, and it is destroyed once: a destroyed queue pair is
+        // null. Each post borrows `self`, so no post is running.
+        self.device.check_destroyed("ibv_destroy_qp", unsafe { destroy(self.qp) })?;
+        self.qp = ptr::null_mut();
+        Ok(())
+    }
+
     /// Queries the NIC for the state of the queue pair.
     pub(super) fn state(&self) -> Result<QpState> {
         let mut attr = QpAttr::default();
@@ -264,9 +275,12 @@ impl QueuePair {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        let destroy = self.device.library.functions.destroy_qp;
-        // SAFETY: `create` made the queue pair. Each post borrows `self`, so no post is running.
-        self.device.destroy("ibv_destroy_qp", || unsafe { destroy(self.qp) });
+        if self.qp.is_null() || self.device.is_inherited() {
+            return;
+        }
+        if let Err(error) = self.destroy() {
+            tracing::error!(error = %error.full(), "cannot destroy a queue pair");
+        }
     }
 }
 
@@ -372,6 +386,14 @@ impl Connection {
         self.peer = Some(peer);
         self.failed = false;
         Ok(())
+    }
+
+    /// Destroys the queue pair of a device that is lost or whose completion queue failed. Returns
+    /// false if there is none left. After an error the endpoint keeps its queue pair.
+    pub(super) fn destroy(&mut self) -> Result<bool> {
+        let Some(pair) = &mut self.pair else { return Ok(false) };
+        pair.destroy()?;
+        Ok(true)
     }
 
     /// Removes and returns the queue pair. Returns `None` if the endpoint is closed.

@@ -14,7 +14,10 @@ use std::{
 };
 
 use hmem_core::{Errno, Error, ErrorKind, Result};
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::{
+    event::epoll::EventFlags,
+    fs::{OFlags, fcntl_getfl, fcntl_setfl},
+};
 
 use super::{
     device::OpenDevice,
@@ -23,6 +26,7 @@ use super::{
 };
 
 const INTERRUPTED: Errno = Errno(4);
+const BUSY: Errno = Errno(16);
 const WOULD_BLOCK: Errno = Errno(11);
 
 /// Owner of an `ibv_cq`, and of its completion channel if it has one. Dropping the value destroys
@@ -136,9 +140,9 @@ impl Channel {
         // SAFETY: the context is open as long as `device`.
         let channel = unsafe { (device.library.functions.create_comp_channel)(device.context) };
         let channel = device.created("ibv_create_comp_channel", channel).map_err(|error| {
-            error.remedy(
-                "raise the limit of file descriptors (ulimit -n): each completion queue needs one",
-            )
+            let why =
+                "raise the limit of file descriptors (ulimit -n): each completion queue needs one";
+            errors::advise(error, why)
         })?;
         let created = Self { device: Arc::clone(device), channel };
         let fcntl = |errno: rustix::io::Errno| {
@@ -160,8 +164,20 @@ impl AsFd for Channel {
 impl Drop for Channel {
     fn drop(&mut self) {
         let destroy = self.device.library.functions.destroy_comp_channel;
+        if self.device.is_inherited() {
+            return;
+        }
         // SAFETY: `create` made the channel. Its queue holds it, and is already destroyed.
-        self.device.destroy("ibv_destroy_comp_channel", || unsafe { destroy(self.channel) });
+        let destroyed = errors::status(unsafe { destroy(self.channel) });
+        let Err(errno) = destroyed else { return };
+        if errno == BUSY && self.device.life.record.is_lost() {
+            // The library still counts the queue, because the kernel had destroyed it before.
+            // SAFETY: the library does not use the channel of the destroyed queue any more, so this
+            // is the last use of the fd.
+            unsafe { rustix::io::close((*self.channel).fd) };
+        } else {
+            tracing::error!(nic = %self.device.nic, %errno, "ibv_destroy_comp_channel");
+        }
     }
 }
 
@@ -187,10 +203,19 @@ impl VerbsCq {
         Ok(Self { device: Arc::clone(device), cq, channel, room: Arc::new(room) })
     }
 
-    /// Returns the fd of the channel; `None` without a channel. The fd becomes readable when a
-    /// request completes after [`Self::arm`].
-    pub(super) fn channel(&self) -> Option<BorrowedFd<'_>> {
-        self.channel.as_ref().map(AsFd::as_fd)
+    /// Returns true if the queue has a completion channel.
+    pub(super) fn has_channel(&self) -> bool {
+        self.channel.is_some()
+    }
+
+    /// Returns the fds that a thread watches while it sleeps for completions, with the epoll events
+    /// that wake the thread: the channel's fd, which becomes readable when a request completes
+    /// after [`Self::arm`], and those of the device's events.
+    pub(super) fn watched(
+        &self,
+    ) -> rustix::io::Result<impl Iterator<Item = (BorrowedFd<'_>, EventFlags)>> {
+        let channel = self.channel.as_ref().map(|channel| (channel.as_fd(), EventFlags::IN));
+        Ok([channel].into_iter().chain(self.device.life.watched()?).flatten())
     }
 
     /// Discards old events and requests an event for the next completion. Does nothing without a
@@ -211,8 +236,9 @@ impl VerbsCq {
         }
         let errno = errors::last();
         if errno != WOULD_BLOCK && errno != INTERRUPTED {
-            return Err(errors::call(&self.device.nic, "ibv_get_cq_event", errno)
-                .remedy("open the device again: it was removed"));
+            let error = errors::call(&self.device.nic, "ibv_get_cq_event", errno);
+            let why = "open the device again: it was removed";
+            return Err(self.device.failed(error.remedy(why)));
         }
         // SAFETY: the queue lives as long as `self`. Zero requests an event for any completion.
         self.device.check("ibv_req_notify_cq", unsafe { request(self.cq, 0) })
@@ -236,7 +262,8 @@ impl VerbsCq {
             return Ok(unsafe { slice::from_raw_parts(filled.as_ptr().cast(), filled.len()) });
         }
         let why = "open the device again: it was removed or failed";
-        Err(self.device.refuse(ErrorKind::Driver, "ibv_poll_cq", why).context("returned", count))
+        let error = self.device.refuse(ErrorKind::Driver, "ibv_poll_cq", why);
+        Err(self.device.failed(error.context("returned", count)))
     }
 }
 

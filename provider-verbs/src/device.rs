@@ -19,7 +19,8 @@ use hmem_core::{
 use super::{
     access::{DeviceRights, VerbsOptions},
     errors,
-    library::{Library, device_name},
+    library::{self, Library, device_name},
+    life::DeviceLife,
     raw_key::RAW_KEY,
     sys::{
         self, AtomicCap, Context, DeviceAttr, DeviceAttrEx, DeviceCaps, DeviceExInput, Pd,
@@ -76,6 +77,10 @@ pub(super) struct OpenDevice {
     /// tells a request from earlier requests with the same table index. A closing endpoint adds the
     /// number of generations that it used.
     pub(super) generations: AtomicU32,
+    /// The events of the device, and its loss.
+    pub(super) life: DeviceLife,
+    /// True if sysfs had the device's node when the context was opened.
+    had_node: bool,
     /// The process that opened the context. A forked child must neither use nor close the context.
     process: ProcessMark,
 }
@@ -138,6 +143,9 @@ impl OpenDevice {
         let mut device = Self {
             library: Arc::clone(library),
             context,
+            // SAFETY: the context stays open as long as the device, which owns the life.
+            life: unsafe { DeviceLife::new(context, owner.is_none()) },
+            had_node: library::node(&nic.name).is_some(),
             owner,
             provider_attr: describe(&nic, &attr, false, None),
             window_types: Vec::new(),
@@ -149,6 +157,9 @@ impl OpenDevice {
             process,
         };
         // From here on, an error closes the context by dropping `device`.
+        device.life.set_nonblocking().map_err(|errno| {
+            errors::call(&device.nic, "fcntl(O_NONBLOCK)", Errno(errno.raw_os_error()))
+        })?;
         // SAFETY: the context is open; the attributes are writable for the call.
         let queried = unsafe { (library.functions.query_device)(context, &mut device.attr) };
         device.check("ibv_query_device", queried)?;
@@ -177,16 +188,70 @@ impl OpenDevice {
         self.process.check(operation)
     }
 
+    /// Returns an error in a forked child, and if the device is lost. The error names `operation`.
+    ///
+    /// # Errors
+    /// - BadState: this process is a forked child of the process that opened the context.
+    /// - Unavailable: the device is lost.
+    #[inline]
+    pub(super) fn check_usable(&self, operation: &'static str) -> Result<()> {
+        self.check_process(operation)?;
+        self.life.record.check(&self.nic, operation)
+    }
+
+    /// Reads the events that the kernel has reported. Does nothing in a forked child, which would
+    /// take the events from the parent process.
+    pub(super) fn read_events(&self) {
+        if !self.is_inherited() {
+            self.life.read_events(&self.library);
+        }
+    }
+
+    /// Reads the events, and checks that the device's node is still in sysfs. A driver that cannot
+    /// take a device from its users reports no event when the device is removed.
+    pub(super) fn examine(&self) {
+        self.read_events();
+        let is_lost = self.life.record.is_lost();
+        if !is_lost && self.had_node && library::node(&self.nic.name).is_none() {
+            self.life.lose("the kernel is removing the device, and waits for its users");
+        }
+    }
+
+    /// Returns the error of a failed driver call or request. Reads the events first: if the device
+    /// is lost, the result is the error of the loss, with `error` as its source.
+    #[cold]
+    pub(super) fn failed(&self, error: Error) -> Error {
+        self.read_events();
+        if !self.life.record.is_lost() || error.is_unavailable() {
+            return error;
+        }
+        self.life.record.loss(&self.nic, error.operation()).caused_by(error)
+    }
+
     /// Converts the return value of the library call `symbol` to a result.
     pub(super) fn check(&self, symbol: &'static str, returned: c_int) -> Result<()> {
-        errors::status(returned).map_err(|errno| errors::call(&self.nic, symbol, errno))
+        errors::status(returned)
+            .map_err(|errno| self.failed(errors::call(&self.nic, symbol, errno)))
+    }
+
+    /// Converts the return value of the library call `symbol`, which destroys an object of the
+    /// device, to a result. The call counts as successful if the kernel had destroyed the object
+    /// before, with the context.
+    pub(super) fn check_destroyed(&self, symbol: &'static str, returned: c_int) -> Result<()> {
+        errors::status(returned).or_else(|errno| {
+            self.read_events();
+            if self.life.is_gone(errno) {
+                return Ok(());
+            }
+            Err(errors::call(&self.nic, symbol, errno))
+        })
     }
 
     /// Returns an object that the library call `symbol` has created just now, or the error of the
     /// call if the pointer is null.
     pub(super) fn created<T>(&self, symbol: &'static str, object: *mut T) -> Result<*mut T> {
         if object.is_null() {
-            return Err(errors::call(&self.nic, symbol, errors::last()));
+            return Err(self.failed(errors::call(&self.nic, symbol, errors::last())));
         }
         Ok(object)
     }
@@ -197,8 +262,8 @@ impl OpenDevice {
         if self.is_inherited() {
             return;
         }
-        if let Err(errno) = errors::status(destroy()) {
-            tracing::error!(nic = %self.nic, %errno, "{symbol}");
+        if let Err(error) = self.check_destroyed(symbol, destroy()) {
+            tracing::error!(error = %error.full(), "cannot destroy an object");
         }
     }
 

@@ -7,16 +7,19 @@ use std::{
     collections::hash_map::Entry,
     ffi::c_void,
     fmt,
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use hmem_core::{
     Access, Addressing, Domain, ErrorKind, Iova, RawKey, RemoteKey, Result, WriteOrdering,
     provider::{
         self, Backing, CompletionQueue, CompositeKeys, DomainRequest, EndpointAttr, Features,
-        LiveObjects, ManualProgress, Piece, ProviderAttr, ProviderDomain, ProviderEndpoint,
-        ProviderRegion, ProviderWindow, RawKeys, Registration, StagingAccess, Transport,
-        WindowBind, WindowRule, WindowStatus, WindowType,
+        LiveObjects, ManualProgress, NicEvent, NicLife, NicState, Piece, ProviderAttr,
+        ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow, RawKeys, Registration,
+        StagingAccess, Transport, WindowBind, WindowRule, WindowStatus, WindowType,
     },
     random::random_u64,
     transfer::Operation,
@@ -50,6 +53,8 @@ pub struct VerbsDomain {
     pub(super) state: Arc<DomainState>,
     active: Arc<ActiveLanes>,
     fabric: Arc<Fabric>,
+    /// The number of the device's events that `nic_events` has returned or skipped.
+    events_read: AtomicU64,
 }
 
 impl VerbsDomain {
@@ -67,7 +72,7 @@ impl VerbsDomain {
         let nic = &pd.device.nic;
         tracing::debug!(%nic, mode = %request.mode, ?options, "verbs domain opened");
         let state = Arc::new(DomainState::new(pd, options, request.staging));
-        Ok(Self { state, active, fabric })
+        Ok(Self { state, active, fabric, events_read: AtomicU64::new(0) })
     }
 
     /// Returns the verbs domain behind `domain`, or `None` if another provider opened it.
@@ -169,7 +174,7 @@ impl VerbsDomain {
     /// - BadState: this process is a forked child.
     /// - The driver's error. The remedy in the error says whether the region is still usable.
     pub unsafe fn rereg(&self, region: ProviderRegion, access: Access) -> Result<()> {
-        self.check_process("ibv_rereg_mr")?;
+        self.state.pd.device.check_usable("ibv_rereg_mr")?;
         self.state.registrar().rereg(region, access)
     }
 }
@@ -188,7 +193,7 @@ unsafe impl ProviderDomain for VerbsDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        self.check_process("register")?;
+        self.state.pd.device.check_usable("register")?;
         if !request.auth_key.0.is_empty() {
             let why = "separate peers by domains (protection domains): verbs has no authorization \
                        keys";
@@ -250,6 +255,10 @@ unsafe impl ProviderDomain for VerbsDomain {
         Some(self)
     }
 
+    fn nic_life(&self) -> Option<&dyn NicLife> {
+        Some(self)
+    }
+
     fn remedy_without(&self, missing: Features) -> Option<&'static str> {
         match missing {
             Features::SUB_REGIONS => Some(
@@ -267,12 +276,12 @@ unsafe impl ProviderDomain for VerbsDomain {
 
 impl Transport for VerbsDomain {
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.check_process("open completion queue")?;
-        Ok(Arc::new(Queue::open(&self.state, Arc::clone(&self.active), depth)?))
+        self.state.pd.device.check_usable("open completion queue")?;
+        Ok(Arc::new(Queue::open(&self.state, (&self.active, &self.fabric), depth)?))
     }
 
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        self.check_process("open endpoint")?;
+        self.state.pd.device.check_usable("open endpoint")?;
         Ok(Endpoint::open(&self.state, (&self.active, &self.fabric), attr)?)
     }
 }
@@ -299,7 +308,7 @@ impl RawKeys for VerbsDomain {
         addressing: Addressing,
         raw: &RawKey,
     ) -> Result<RemoteKey> {
-        self.check_process("map raw key")?;
+        self.state.pd.device.check_usable("map raw key")?;
         let pieces: Arc<[_]> = raw_key::decode(raw)?.into();
         // Mapped keys get random numbers, so that a key of another domain matches no key of this
         // domain.
@@ -336,12 +345,12 @@ impl provider::Windows for VerbsDomain {
     }
 
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
-        self.check_process("allocate window")?;
+        self.state.pd.device.check_usable("allocate window")?;
         self.state.windows.alloc(&self.state.pd, window)
     }
 
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
-        self.check_process("bind window")?;
+        self.state.pd.device.check_usable("bind window")?;
         let DomainState { pd, regions, windows, options, .. } = &*self.state;
         let timeout = options.bind_timeout.unwrap_or(BIND_TIMEOUT);
         windows.bind_type_1((pd, regions), (options.port, timeout), window, bind)
@@ -378,6 +387,22 @@ impl provider::Windows for VerbsDomain {
             return Err(WindowRule::DriverInvalidatesOnce.refuse("invalidate window"));
         }
         self.own(endpoint)?.run_window(Operation::InvalidateWindow { window })
+    }
+}
+
+impl NicLife for VerbsDomain {
+    fn nic_state(&self) -> NicState {
+        let device = &self.state.pd.device;
+        device.examine();
+        if device.life.record.is_lost() {
+            self.fabric.abandon(device);
+        }
+        device.life.record.state()
+    }
+
+    fn nic_events(&self) -> Vec<NicEvent> {
+        self.state.pd.device.examine();
+        self.state.pd.device.life.record.events_after(&self.events_read)
     }
 }
 

@@ -14,7 +14,6 @@ use parking_lot::{Mutex, RwLock};
 use super::{
     access::VerbsOptions,
     device::{ProtectionDomain, max_registration},
-    errors,
     port::PortChoice,
     ready::Ready,
     region::Regions,
@@ -153,10 +152,12 @@ impl DiscardBuffer {
         let deregister = pd.device.library.functions.dereg_mr;
         // SAFETY: no transfer uses the memory: this value was never returned, or every endpoint is
         // closed.
-        match errors::status(unsafe { deregister(self.mr) }) {
+        match pd.device.check_destroyed("ibv_dereg_mr", unsafe { deregister(self.mr) }) {
             // SAFETY: `memory` came from `Box::into_raw`, and the call above deregistered it.
             Ok(()) => drop(unsafe { Box::from_raw(self.memory) }),
-            Err(errno) => tracing::error!(%errno, "ibv_dereg_mr: eight bytes are leaked"),
+            Err(error) => {
+                tracing::error!(error = %error.full(), "eight bytes are leaked");
+            }
         }
     }
 }

@@ -26,6 +26,7 @@ use parking_lot::{Mutex, MutexGuard};
 use super::{
     completion::canceled,
     connection::QueuePair,
+    device::OpenDevice,
     domain_state::DomainState,
     in_flight::{Arrival, Awaited, InFlight, RequestOwner, WorkRequests},
     peer_name::PeerName,
@@ -43,18 +44,20 @@ pub(super) struct Queue {
     domain: Weak<DomainState>,
     state: Arc<CqState>,
     active: Arc<ActiveLanes>,
+    fabric: Arc<Fabric>,
 }
 
 impl Queue {
     pub(super) fn open(
         domain: &Arc<DomainState>,
-        active: Arc<ActiveLanes>,
+        (active, fabric): (&Arc<ActiveLanes>, &Arc<Fabric>),
         depth: usize,
     ) -> Result<Self> {
         let state = Arc::new(CqState::create(&domain.pd.device, depth)?);
         domain.add_queue(&state.ready);
         active.add_queue(&state.ready);
-        Ok(Self { domain: Arc::downgrade(domain), state, active })
+        let (active, fabric) = (Arc::clone(active), Arc::clone(fabric));
+        Ok(Self { domain: Arc::downgrade(domain), state, active, fabric })
     }
 }
 
@@ -62,6 +65,10 @@ impl CompletionQueue for Queue {
     fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
         self.state.cq.device.check_process("read completions")?;
         self.active.progress();
+        if self.state.cq.device.life.record.is_lost() {
+            self.fabric.abandon(&self.state.cq.device);
+            return self.state.read_rest(out, max);
+        }
         self.state.read(out, max)
     }
 
@@ -128,6 +135,14 @@ impl Fabric {
         let mut endpoints = self.endpoints.lock();
         endpoints.retain(|endpoint| endpoint.strong_count() > 0);
         endpoints.push(Arc::downgrade(endpoint));
+    }
+
+    /// Ends the requests of all endpoints of a lost device. Returns once they have ended.
+    #[cold]
+    pub(super) fn abandon(&self, device: &Arc<OpenDevice>) {
+        let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
+        let own = |endpoint: &&Arc<Endpoint>| Arc::ptr_eq(&endpoint.domain.pd.device, device);
+        alive.iter().filter(own).for_each(|endpoint| endpoint.abandon());
     }
 
     /// Returns the endpoint that `peer` names. Returns `None` if no open endpoint of this provider
@@ -361,7 +376,7 @@ impl Endpoint {
     /// - The errors of [`Poster::post`], and the error of the completion.
     /// - Driver: the request did not complete before the timeout. It may still complete later.
     pub(super) fn run_window(&self, operation: Operation<'_>) -> Result<()> {
-        self.domain.pd.device.check_process("window")?;
+        self.domain.pd.device.check_usable("window")?;
         self.recover()?;
         let awaited = Awaited::default();
         let request = WorkRequest { operation, local: &[], peer: self.peer, context: 0 };
@@ -374,6 +389,12 @@ impl Endpoint {
                 // The drain may have stored completions of other requests.
                 self.queues.ring();
                 return result.map(drop);
+            }
+            let device = &self.domain.pd.device;
+            device.read_events();
+            if device.life.record.is_lost() {
+                // Ends the window request, unless the queue pair cannot be destroyed.
+                self.abandon();
             }
             if Instant::now() >= until {
                 let why = "check that the peer has posted a receive for each message before the \
@@ -424,6 +445,31 @@ impl Endpoint {
             let ended = self.poster.end(&entry, Err(canceled(entry.kind)), Arrival::default());
             if let Some(completion) = ended {
                 self.queues.of(entry.kind).ready.push(completion);
+            }
+        }
+    }
+
+    /// Closes the endpoint of a lost device, and completes its requests with the error of the loss.
+    ///
+    /// The requests stay in flight if the queue pair cannot be destroyed, because the NIC may still
+    /// use their memory. The next call retries.
+    fn abandon(&self) {
+        if !self.poster.lock().connection.is_open() {
+            return;
+        }
+        // Requests that had completed before the loss keep their results.
+        if let Err(error) = self.queues.drain() {
+            tracing::debug!(error = %error.full(), "cannot read the completions of a lost device");
+        }
+        let mut state = self.poster.lock();
+        for token in self.windows(&state) {
+            self.domain.windows.replace(&self.domain.pd, token);
+        }
+        match state.connection.destroy() {
+            Ok(true) => self.tear_down(state),
+            Ok(false) => {}
+            Err(error) => {
+                tracing::error!(error = %error.full(), "cannot end the requests of a lost device");
             }
         }
     }
@@ -485,7 +531,7 @@ impl ProviderEndpoint for Endpoint {
     }
 
     fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
-        self.domain.pd.device.check_process("resolve")?;
+        self.domain.pd.device.check_usable("resolve")?;
         let peer = PeerName::decode(name)?;
         {
             let connection = &mut self.poster.lock().connection;
@@ -513,7 +559,7 @@ impl ProviderEndpoint for Endpoint {
     /// enough: its new name differs only in the number of failures, which no attribute of the queue
     /// pair depends on.
     fn reconnect(&self) -> Result<()> {
-        self.domain.pd.device.check_process("reconnect")?;
+        self.domain.pd.device.check_usable("reconnect")?;
         let peer = {
             let connection = &self.poster.lock().connection;
             connection.open()?;
@@ -531,7 +577,7 @@ impl ProviderEndpoint for Endpoint {
     }
 
     unsafe fn post(&self, request: &WorkRequest<'_>) -> Result<()> {
-        self.domain.pd.device.check_process("post")?;
+        self.domain.pd.device.check_usable("post")?;
         self.check_peer(request)?;
         self.recover()?;
         if self.lanes.takes(request) {
@@ -550,11 +596,16 @@ impl ProviderEndpoint for Endpoint {
     /// - Busy: a type 2A window is bound through the queue pair.
     /// - The driver's error of reading the completion queues.
     fn close(&self) -> Result<()> {
-        let inherited = self.domain.pd.device.is_inherited();
-        if inherited || !self.poster.lock().connection.is_open() {
+        let device = &self.domain.pd.device;
+        if device.is_inherited() || !self.poster.lock().connection.is_open() {
             return Ok(());
         }
-        self.queues.drain()?;
+        let drained = self.queues.drain();
+        if device.life.record.is_lost() {
+            self.abandon();
+            return Ok(());
+        }
+        drained?;
         let state = self.poster.lock();
         self.check_windows(&state, WindowEvent::DestroyQueuePair, "close endpoint")?;
         self.tear_down(state);

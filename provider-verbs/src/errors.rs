@@ -1,6 +1,6 @@
 //! Translation of errno values of libibverbs and its drivers to kinds, causes and remedies.
 
-use std::ffi::c_int;
+use std::{borrow::Cow, ffi::c_int};
 
 use hmem_core::{AddressRange, Errno, Error, ErrorKind, provider::Nic};
 use rustix::process::{Resource, getrlimit};
@@ -25,6 +25,11 @@ pub(super) fn status(returned: c_int) -> Result<(), Errno> {
 /// Returns the error of a failed library call.
 pub(super) fn call(nic: &Nic, symbol: &'static str, errno: Errno) -> Error {
     Error::os(errno, symbol).provider(nic.to_string())
+}
+
+/// Sets the remedy of a failed call, unless the call failed because the device is lost.
+pub(super) fn advise(error: Error, remedy: impl Into<Cow<'static, str>>) -> Error {
+    if error.is_unavailable() { error } else { error.remedy(remedy) }
 }
 
 /// A library call that registers memory, for the message of its error.

@@ -46,6 +46,28 @@
 //! The NIC cannot report why a peer refused. A stale or foreign key, a range that is too long and a
 //! missing right are all "remote access error (10)", AccessDenied here.
 //!
+//! # Lost devices
+//!
+//! The provider reads the asynchronous events of each context that it opened, without a thread of
+//! its own. Events are seen:
+//!
+//! - when a thread calls [`Domain::nic_state`](hmem_core::Domain::nic_state) or `nic_events`;
+//! - when a thread waits for completions or arms a completion channel, also during the sleep;
+//! - after a driver call fails or a request ends in error;
+//! - at every 256th read of a completion queue that finds the queue empty.
+//!
+//! A kernel driver that cannot take a device from its users (rdma_rxe, siw) reports nothing when
+//! the device is removed: the removal waits until all users have closed the device. `nic_state`
+//! then reports the loss because the node of the device is gone from sysfs. A provider closes its
+//! own context of the device when it next lists its NICs or opens a domain, and when it is dropped.
+//!
+//! In the context of another crate ([`Builder::with_pd`]) the application reads the events. The
+//! provider then sees only that the kernel has removed the device.
+//!
+//! libibverbs keeps the memory of queues and regions of a removed device allocated, because their
+//! destruction fails. Set `RDMAV_ALLOW_DISASSOC_DESTROY=1` before the process starts to have that
+//! memory freed. Regions are deregistered and file descriptors are closed without the variable.
+//!
 //! # Layers
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
@@ -55,10 +77,12 @@
 //! - `access`, `peer_name`, `raw_key`: rights, names of endpoints, raw keys
 //! - `errors`, `completion`: the reports of drivers
 //! - `library`
+//! - `life`: the events of a device, and its loss
 //! - `device`
 //! - `gid`
 //! - `port`
-//! - `cq`, `ready`
+//! - `cq`
+//! - `ready`
 //! - `connection`: `QueuePair` and `Connection`
 //! - `staged/memory`
 //! - `region`
@@ -106,6 +130,7 @@ mod gid;
 mod huge;
 mod in_flight;
 mod library;
+mod life;
 mod mr;
 mod parallel;
 mod peer_name;

@@ -183,7 +183,7 @@ fn not_opened(name: &str, errno: Errno) -> Error {
 }
 
 /// Returns the path in `/dev` of a device's node, or `None` if sysfs does not list the device.
-fn node(name: &str) -> Option<PathBuf> {
+pub(super) fn node(name: &str) -> Option<PathBuf> {
     let is_it = |entry: &fs::DirEntry| {
         fs::read_to_string(entry.path().join("ibdev")).is_ok_and(|device| device.trim() == name)
     };

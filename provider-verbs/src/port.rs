@@ -8,6 +8,7 @@ use hmem_core::{ErrorKind, Result};
 
 use super::{
     device::OpenDevice,
+    errors,
     gid::{self, GidEntry, choose_gid},
     sys::{LinkLayer, PortAttr, PortState},
 };
@@ -51,7 +52,7 @@ impl Port {
             let queried = unsafe { query(device.context, number, &mut attr) };
             device.check("ibv_query_port", queried).map_err(|error| {
                 let why = format!("the device has {ports} ports, from 1 on");
-                error.context("port", number).remedy(why)
+                errors::advise(error.context("port", number), why)
             })?;
             if choice.number.is_none() && attr.state != PortState::IBV_PORT_ACTIVE {
                 down.push(format!("{number}: {}", attr.state.name().unwrap_or("unknown state")));

@@ -339,7 +339,7 @@ impl Poster {
                 "resolve the peer if it is not connected, or check the request against the \
                  endpoint's limits",
             ),
-            _ => error,
+            _ => self.domain.pd.device.failed(error),
         }
     }
 
@@ -400,13 +400,14 @@ impl Poster {
 
     /// Ends a request that the NIC has completed or dropped. Returns the completion if the
     /// application owns the request. Otherwise passes the result to the lane or waiting call that
-    /// owns the request.
+    /// owns the request. If the device is lost, an error becomes the error of the loss.
     pub(super) fn end(
         &self,
         entry: &InFlight,
         result: Result<u64>,
         arrival: Arrival,
     ) -> Option<Completion> {
+        let result = result.map_err(|error| self.domain.pd.device.failed(error));
         match &entry.owner {
             RequestOwner::Lane(token) => {
                 self.updates(entry.kind).lock().ended.push((*token, result, arrival));
@@ -431,6 +432,7 @@ impl Poster {
         result: Result<u64>,
         arrival: Arrival,
     ) -> Completion {
+        let result = result.map_err(|error| self.domain.pd.device.failed(error));
         if let Some(counter) = &self.direction(kind).counter {
             match &result {
                 Ok(_) => counter.add(1),

@@ -368,8 +368,13 @@ impl Verbs {
     /// Opens all devices. Returns the attributes of the devices that could be opened, and the
     /// errors of the others.
     fn survey(&self) -> Result<(Vec<ProviderAttr>, LeftOut)> {
-        let names = self.inner.library.device_names()?;
-        self.inner.devices.lock().retain(|name, _| names.contains(name));
+        let names = self.inner.library.device_names();
+        // If no device is left, the kernel waits for the end of the contexts of those that were.
+        let names = names.inspect_err(|_| self.inner.devices.lock().clear())?;
+        self.inner
+            .devices
+            .lock()
+            .retain(|name, device| names.contains(name) && !device.open.life.record.is_lost());
         let (mut nics, mut left_out) = (Vec::with_capacity(names.len()), Vec::new());
         for name in names {
             match self.device(&name) {
@@ -382,8 +387,13 @@ impl Verbs {
 
     /// Returns an open device by its name. Opens the device if no earlier call has done so.
     fn device(&self, name: &str) -> Result<Device> {
-        if let Some(device) = self.inner.devices.lock().get(name) {
-            return Ok(device.clone());
+        {
+            let mut devices = self.inner.devices.lock();
+            // The context of a lost device never works again.
+            devices.retain(|_, device| !device.open.life.record.is_lost());
+            if let Some(device) = devices.get(name) {
+                return Ok(device.clone());
+            }
         }
         let device = OpenDevice::open(&self.inner.library, name, self.inner.pcie_mapping_first)?;
         let device = Device { open: Arc::new(device), active: Arc::default() };

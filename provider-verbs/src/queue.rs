@@ -2,6 +2,7 @@
 //! queue pair.
 
 use std::{
+    cell::Cell,
     mem::MaybeUninit,
     os::fd::BorrowedFd,
     sync::{Arc, Weak},
@@ -37,7 +38,9 @@ pub(super) struct CqState {
     /// Lock that a thread holds while it reads completions from the NIC, so that completions stay
     /// in order. The readers of the queue, staged transfers, window calls and reconnections all
     /// read from the NIC.
-    asking: ReentrantMutex<()>,
+    ///
+    /// The lock's value counts the reads that found the queue empty, modulo 256.
+    asking: ReentrantMutex<Cell<u8>>,
 }
 
 /// Maximum number of completions that one driver call reads.
@@ -84,7 +87,7 @@ impl CqState {
     /// Releases the room of the completions, so that more requests can be posted.
     #[inline]
     pub(super) fn read(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
-        let _asking = self.asking.lock();
+        let asking = self.asking.lock();
         let mut count = 0;
         {
             let mut ready = self.ready.lock();
@@ -101,6 +104,12 @@ impl CqState {
         });
         if count > 0 {
             self.cq.room.release(Room::COMPLETION.times(count));
+        } else {
+            // A thread that polls without waiting must see a loss, too.
+            asking.set(asking.get().wrapping_add(1));
+            if asking.get() == 0 {
+                self.cq.device.read_events();
+            }
         }
         polled.map(|()| count)
     }
@@ -116,13 +125,13 @@ impl CqState {
     /// Returns true if the queue has an event channel. Without a channel, threads cannot sleep
     /// until a completion.
     pub(super) fn has_channel(&self) -> bool {
-        self.cq.channel().is_some()
+        self.cq.has_channel()
     }
 
     /// Returns the fd that becomes readable when a request completes after [`Self::arm`]. Creates
     /// the fd at the first call.
     pub(super) fn fd(&self) -> Result<BorrowedFd<'_>> {
-        self.ready.fd(self.cq.channel())
+        self.ready.fd(&self.cq)
     }
 
     /// Waits until no other thread sleeps for this queue. Returns the guard that a thread holds
@@ -146,10 +155,32 @@ impl CqState {
     /// - The driver's error if the device was removed.
     /// - The error of creating the fd at the first call.
     pub(super) fn arm(&self) -> Result<bool> {
-        self.ready.hush(self.cq.channel())?;
+        self.ready.hush(&self.cq)?;
         self.cq.arm()?;
         self.drain()?;
-        Ok(!self.check_open()?)
+        let is_empty = !self.check_open()?;
+        // An event that has not been read keeps the fd readable.
+        self.cq.device.read_events();
+        Ok(is_empty && !self.cq.device.life.record.is_lost())
+    }
+
+    /// Moves up to `max` stored completions of a lost device to `out`. Returns their number. The
+    /// caller has ended the requests of the device.
+    ///
+    /// # Errors
+    /// Unavailable: no completion is stored.
+    #[cold]
+    pub(super) fn read_rest(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize> {
+        let mut ready = self.ready.lock();
+        let count = max.min(ready.completions.len());
+        out.extend(ready.completions.drain(..count));
+        drop(ready);
+        self.cq.room.release(Room::COMPLETION.times(count));
+        if count > 0 || max == 0 {
+            return Ok(count);
+        }
+        let device = &self.cq.device;
+        Err(device.life.record.loss(&device.nic, "read completions"))
     }
 
     /// Returns true if completions are stored for the application.
@@ -173,7 +204,7 @@ impl CqState {
 
     /// Sleeps until the fd is readable, at most for `time`. `None` stands for no limit.
     pub(super) fn sleep(&self, time: Option<Duration>) -> Result<()> {
-        self.ready.sleep(self.cq.channel(), time)
+        self.ready.sleep(&self.cq, time)
     }
 }
 

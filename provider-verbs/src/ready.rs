@@ -2,7 +2,8 @@
 //!
 //! The queue's completion channel reports completions of the NIC. Other completions (of staged
 //! transfers, and of requests that a closing endpoint cancels) make an event fd readable. Threads
-//! sleep on an epoll fd, which is readable if the channel or the event fd is.
+//! sleep on an epoll fd, which is readable if the channel or the event fd is, or if the device has
+//! an event or is lost.
 
 use std::{
     collections::VecDeque,
@@ -18,6 +19,8 @@ use rustix::event::{
     epoll::{self, CreateFlags, EventData, EventFlags},
     eventfd, poll,
 };
+
+use super::cq::VerbsCq;
 
 /// The completions of a queue that the application has not read yet, and the fds that wake threads.
 #[derive(Debug, Default)]
@@ -37,18 +40,20 @@ pub(super) struct ReadyState {
 
 #[derive(Debug)]
 struct Alarm {
-    /// The epoll fd on which threads sleep. It watches `event` and the queue's completion channel.
+    /// The epoll fd on which threads sleep. It watches `event`, and the fds of the queue and its
+    /// device ([`VerbsCq::watched`]).
     epoll: OwnedFd,
     /// The event fd that [`Ready::ring`] makes readable.
     event: OwnedFd,
 }
 
 impl Alarm {
-    fn new(channel: Option<BorrowedFd<'_>>) -> rustix::io::Result<Self> {
+    fn new(cq: &VerbsCq) -> rustix::io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        for fd in [Some(event.as_fd()), channel].into_iter().flatten() {
-            epoll::add(&epoll, fd, EventData::new_u64(0), EventFlags::IN)?;
+        let own = (event.as_fd(), EventFlags::IN);
+        for (fd, wake) in [own].into_iter().chain(cq.watched()?) {
+            epoll::add(&epoll, fd, EventData::new_u64(0), wake)?;
         }
         Ok(Self { epoll, event })
     }
@@ -84,36 +89,32 @@ impl Ready {
         }
     }
 
-    fn alarm(&self, channel: Option<BorrowedFd<'_>>) -> Result<&Alarm> {
+    fn alarm(&self, cq: &VerbsCq) -> Result<&Alarm> {
         if let Some(alarm) = self.alarm.get() {
             return Ok(alarm);
         }
-        let made = Alarm::new(channel).map_err(|errno| {
+        let made = Alarm::new(cq).map_err(|errno| {
             Error::os(Errno(errno.raw_os_error()), "wait for completions").provider("verbs")
         })?;
         Ok(self.alarm.get_or_init(|| made))
     }
 
     /// Returns the epoll fd. It is readable after an event of the NIC or a call of [`Self::ring`].
-    pub(super) fn fd(&self, channel: Option<BorrowedFd<'_>>) -> Result<BorrowedFd<'_>> {
-        Ok(self.alarm(channel)?.epoll.as_fd())
+    pub(super) fn fd(&self, cq: &VerbsCq) -> Result<BorrowedFd<'_>> {
+        Ok(self.alarm(cq)?.epoll.as_fd())
     }
 
     /// Cancels the effect of earlier calls of [`Self::ring`]. Only an event of the NIC keeps the
     /// epoll fd readable then.
-    pub(super) fn hush(&self, channel: Option<BorrowedFd<'_>>) -> Result<()> {
+    pub(super) fn hush(&self, cq: &VerbsCq) -> Result<()> {
         // If `ring` was not called, the read fails with EAGAIN, which is no error here.
-        let _ = rustix::io::read(&self.alarm(channel)?.event, &mut [0; 8]);
+        let _ = rustix::io::read(&self.alarm(cq)?.event, &mut [0; 8]);
         Ok(())
     }
 
     /// Sleeps until the epoll fd is readable, at most for `time`. `None` stands for no limit.
-    pub(super) fn sleep(
-        &self,
-        channel: Option<BorrowedFd<'_>>,
-        time: Option<Duration>,
-    ) -> Result<()> {
-        let epoll = self.fd(channel)?;
+    pub(super) fn sleep(&self, cq: &VerbsCq, time: Option<Duration>) -> Result<()> {
+        let epoll = self.fd(cq)?;
         // A time that the kernel cannot represent counts as no limit.
         let time = time.and_then(|time| Timespec::try_from(time).ok());
         match poll(&mut [PollFd::new(&epoll, PollFlags::IN)], time.as_ref()) {

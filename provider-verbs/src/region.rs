@@ -587,7 +587,7 @@ pub(super) fn release(pd: &ProtectionDomain, part: &RegionPart) -> Result<()> {
     let deregister = pd.device.library.functions.dereg_mr;
     // SAFETY: the part was registered in this domain. The caller removed the part from the table,
     // so no other thread uses it.
-    pd.device.check("ibv_dereg_mr", unsafe { deregister(part.mr) }).map_err(|error| {
+    pd.device.check_destroyed("ibv_dereg_mr", unsafe { deregister(part.mr) }).map_err(|error| {
         error
             .context("range", part.key.range)
             .remedy("free the windows first that other code has bound to the region")

@@ -333,7 +333,8 @@ impl Registrar<'_> {
     /// the call if the pointer is null.
     fn registered(&self, mr: *mut Mr, call: &RegistrationCall) -> Result<*mut Mr> {
         if mr.is_null() {
-            return Err(errors::registration(&self.pd.device.nic, errors::last(), call));
+            let device = &self.pd.device;
+            return Err(device.failed(errors::registration(&device.nic, errors::last(), call)));
         }
         Ok(mr)
     }

@@ -626,6 +626,8 @@ impl Binder {
             if let [wc] = self.cq.poll(&mut wc)? {
                 return Ok(*wc);
             }
+            self.cq.device.read_events();
+            self.cq.device.life.record.check(&self.cq.device.nic, "ibv_bind_mw")?;
             if Instant::now() >= until {
                 return Err(Error::new(ErrorKind::Driver, "ibv_bind_mw")
                     .provider("verbs")
@@ -658,5 +660,5 @@ fn dealloc(pd: &ProtectionDomain, mw: *mut Mw) -> Result<()> {
     })?;
     // SAFETY: `allocate` returned the window. The caller has removed it from the table, or sets it
     // to null there under the same lock.
-    pd.device.check("ibv_dealloc_mw", unsafe { dealloc(mw) })
+    pd.device.check_destroyed("ibv_dealloc_mw", unsafe { dealloc(mw) })
 }

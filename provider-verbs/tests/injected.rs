@@ -482,7 +482,8 @@ fn missing_facets_are_refused_with_a_remedy() {
         | Features::RAW_KEYS
         | Features::STAGING
         | Features::MANUAL_PROGRESS
-        | Features::TRANSPORT;
+        | Features::TRANSPORT
+        | Features::NIC_LIFE;
     assert_eq!(domain.features(), has);
     let region = domain.register(memory(0x1000, 4096), Access::READ).expect("register");
     let refused = |error: Error, kind: ErrorKind, advice: &str| {

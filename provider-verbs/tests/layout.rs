@@ -9,11 +9,12 @@ use std::{mem::offset_of, path::Path};
 
 use c_headers::Assertions;
 use hmem_provider_verbs::sys::{
-    AccessFlags, AhAttr, AtomicCap, CompChannel, Context, DeviceAttr, DeviceAttrEx, DeviceCaps,
-    ForkStatus, Gid, GlobalRoute, IBV_ODP_SUPPORT, IBV_REREG_MR_CHANGE_ACCESS,
-    IBV_REREG_MR_ERR_CMD, LinkLayer, Mr, Mw, MwBind, MwBindInfo, MwType, OdpCaps, Pd, PortAttr,
-    PortState, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr, QpState, QpType, RecvWr, SendFlags,
-    SendWr, Sge, VerbsContext, Wc, WcFlags, WcOpcode, WcStatus, WrOpcode,
+    AccessFlags, AhAttr, AsyncEvent, AtomicCap, CompChannel, Context, DeviceAttr, DeviceAttrEx,
+    DeviceCaps, EventType, ForkStatus, Gid, GlobalRoute, IBV_ODP_SUPPORT,
+    IBV_REREG_MR_CHANGE_ACCESS, IBV_REREG_MR_ERR_CMD, LinkLayer, Mr, Mw, MwBind, MwBindInfo,
+    MwType, OdpCaps, Pd, PortAttr, PortState, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr, QpState,
+    QpType, RecvWr, SendFlags, SendWr, Sge, VerbsContext, Wc, WcFlags, WcOpcode, WcStatus,
+    WrOpcode,
 };
 use trials::{Outcome, Skipped, trials};
 
@@ -267,8 +268,9 @@ fn assertions() -> Assertions {
     );
     enumerations!(
         assert, AtomicCap, PortState, LinkLayer, WcStatus, WcOpcode, WrOpcode, QpType, QpState,
-        MwType, ForkStatus
+        MwType, ForkStatus, EventType
     );
+    structure!(assert, AsyncEvent, "ibv_async_event", [element, event_type], []);
     for (name, flag) in AccessFlags::all().iter_names() {
         assert.value(format_args!("IBV_ACCESS_{name}"), flag.bits().into());
     }

@@ -28,6 +28,7 @@ use wire::{Gate, Misbehaviour, misbehave};
 
 const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 const FINE: Misbehaviour = Misbehaviour {
+    refuses_destruction: 0,
     polls_fail: false,
     hangs: false,
     refuses_resets: 0,

@@ -11,7 +11,7 @@ use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
     Access, Address, Endpoint, Errno, ErrorKind, Iova, Path, RemoteKey,
-    provider::{CompletionChannel, CompletionQueue, EndpointAttr, Provider, StagingAttr},
+    provider::{CompletionChannel, CompletionQueue, EndpointAttr, NicState, Provider, StagingAttr},
     transfer::{AtomicOp, AtomicType, Completion, CompletionKind, PeerId, RemoteSegment},
 };
 use hmem_iface_system::{DeviceCall, Simulated, Stepping};
@@ -809,5 +809,38 @@ fn random_latency_and_faults_leak_nothing() {
             }
             moves(&net, kind, &[(&staged, 1, len)], (&far, 2, len));
         }
+    }
+}
+
+/// LIFE-08: a device that is removed during a staged copy ends the transfer, at any chunk of it.
+#[test]
+fn removal_during_staged_copies_ends_the_transfer_and_frees_its_buffers() {
+    const CHUNKS: u64 = 6;
+    for reads in 0..3 * CHUNKS {
+        let net = injected();
+        let staged = net.near.device(&net.device, CHUNK * CHUNKS, LOCAL).unwrap();
+        let far = net.far.host(CHUNK * CHUNKS, LOCAL | REMOTE);
+        let key = far.region().key().unwrap();
+        let remote = [RemoteSegment { address: key.base(), len: CHUNK * CHUNKS, key: &key }];
+        let local = [staged.slice(0, CHUNK * CHUNKS)];
+        net.near.endpoint.write(&local, &remote, net.peer, 1).unwrap();
+        let mut out = Vec::new();
+        for _ in 0..reads {
+            net.near.cq.read(&mut out, 1).unwrap();
+        }
+        wire::life::remove_devices();
+        while out.is_empty() {
+            net.near.cq.wait(&mut out, 1, Duration::from_secs(60)).unwrap();
+        }
+        let ended = out.remove(0);
+        assert_eq!(ended.context, 1);
+        match ended.result {
+            Ok(moved) => assert_eq!((moved, reads > CHUNKS), (CHUNK * CHUNKS, true)),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{error:#}"),
+        }
+        net.assert_idle();
+        assert_eq!(net.near.domain.nic_state(), NicState::Lost);
+        let refused = net.near.device(&net.device, CHUNK, LOCAL).map(drop).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused:#}");
     }
 }

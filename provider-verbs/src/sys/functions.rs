@@ -14,7 +14,8 @@ use hmem_core::{Error, ErrorKind, Result, library::SharedLibrary};
 use super::{
     codes::ForkStatus,
     layout::{
-        CompChannel, Context, Cq, Device, DeviceAttr, Gid, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr,
+        AsyncEvent, CompChannel, Context, Cq, Device, DeviceAttr, Gid, Mr, Pd, PortAttr, Qp,
+        QpAttr, QpInitAttr,
     },
 };
 
@@ -107,6 +108,11 @@ functions! {
         get_cq_event: ibv_get_cq_event@"IBVERBS_1.1"
             (channel: *mut CompChannel, cq: *mut *mut Cq, cq_context: *mut *mut c_void) -> c_int;
         ack_cq_events: ibv_ack_cq_events@"IBVERBS_1.1"(cq: *mut Cq, count: c_uint);
+        /// Reads an asynchronous event from the context's fd.
+        get_async_event: ibv_get_async_event@"IBVERBS_1.1"
+            (context: *mut Context, event: *mut AsyncEvent) -> c_int;
+        /// Acknowledges an event. The destruction of its object waits for that.
+        ack_async_event: ibv_ack_async_event@"IBVERBS_1.1"(event: *mut AsyncEvent);
         create_cq: ibv_create_cq@"IBVERBS_1.1"
             (context: *mut Context, entries: c_int, cq_context: *mut c_void,
              channel: *mut CompChannel, vector: c_int) -> *mut Cq;

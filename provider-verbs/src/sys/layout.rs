@@ -8,7 +8,8 @@ use std::{
 };
 
 use super::codes::{
-    AtomicCap, LinkLayer, MwType, PortState, QpState, QpType, WcOpcode, WcStatus, WrOpcode,
+    AtomicCap, EventType, LinkLayer, MwType, PortState, QpState, QpType, WcOpcode, WcStatus,
+    WrOpcode,
 };
 
 /// `struct ibv_device`. This crate uses only pointers to it and reads none of its fields.
@@ -246,6 +247,26 @@ pub struct Cq {
     pub cond: libc::pthread_cond_t,
     pub comp_events_completed: u32,
     pub async_events_completed: u32,
+}
+
+/// The object of an [`AsyncEvent`]. The type of the event tells which field is valid.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_debug_implementations, reason = "only the event's type tells the valid field")]
+pub union EventElement {
+    pub cq: *mut Cq,
+    pub qp: *mut Qp,
+    pub srq: *mut c_void,
+    pub port_num: c_int,
+}
+
+/// `struct ibv_async_event`: an asynchronous event of a context.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(missing_debug_implementations, reason = "the element has no debug form")]
+pub struct AsyncEvent {
+    pub element: EventElement,
+    pub event_type: EventType,
 }
 
 /// `struct ibv_qp`: a queue pair.

@@ -14,9 +14,9 @@ use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_verbs::{
     Verbs,
     sys::{
-        AtomicCap, CompChannel, Context, Cq, Device, DeviceAttr, DeviceAttrEx, DeviceExInput,
-        ForkStatus, Functions, Gid, IBV_ODP_SUPPORT, Mr, Pd, PortAttr, Qp, QpAttr, QpInitAttr,
-        VERBS_ABI_IS_EXTENDED, VerbsContext,
+        AsyncEvent, AtomicCap, CompChannel, Context, Cq, Device, DeviceAttr, DeviceAttrEx,
+        DeviceExInput, ForkStatus, Functions, Gid, IBV_ODP_SUPPORT, Mr, Pd, PortAttr, Qp, QpAttr,
+        QpInitAttr, VERBS_ABI_IS_EXTENDED, VerbsContext,
     },
 };
 
@@ -135,6 +135,8 @@ pub(crate) fn context(device: *mut Device) -> *mut Context {
     // SAFETY: all zeros is a valid value of this plain structure.
     let mut surrounding: VerbsContext = unsafe { mem::zeroed() };
     surrounding.context.device = device;
+    // No fd, so the provider reads no events.
+    surrounding.context.async_fd = -1;
     if with(|script| script.on_demand) {
         surrounding.context.abi_compat = ptr::without_provenance_mut(VERBS_ABI_IS_EXTENDED);
         surrounding.sz = size_of::<VerbsContext>();
@@ -303,6 +305,13 @@ extern "C" fn get_cq_event(_: *mut CompChannel, _: *mut *mut Cq, _: *mut *mut c_
     -1
 }
 
+extern "C" fn get_async_event(_: *mut Context, _: *mut AsyncEvent) -> c_int {
+    set_errno(11);
+    -1
+}
+
+extern "C" fn ack_async_event(_: *mut AsyncEvent) {}
+
 extern "C" fn ack_cq_events(_: *mut Cq, _: c_uint) {}
 
 extern "C" fn create_cq(
@@ -374,6 +383,8 @@ pub(crate) fn symbol(name: &str) -> Option<*const ()> {
         "ibv_destroy_comp_channel" => destroy_comp_channel as *const (),
         "ibv_get_cq_event" => get_cq_event as *const (),
         "ibv_ack_cq_events" => ack_cq_events as *const (),
+        "ibv_get_async_event" => get_async_event as *const (),
+        "ibv_ack_async_event" => ack_async_event as *const (),
         "ibv_create_cq" => create_cq as *const (),
         "ibv_destroy_cq" => destroy_cq as *const (),
         "ibv_create_qp" => create_qp as *const (),

@@ -7,6 +7,8 @@
 //! own, unless it enters that of another thread ([`Shared`]).
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub(crate) mod life;
+
 use std::{
     cell::RefCell,
     collections::{HashMap, VecDeque},
@@ -70,6 +72,8 @@ struct Pair {
     /// The address of the device, and the number of the queue pair on that device.
     place: (usize, u32),
     state: QpState,
+    /// Address of the queue pair's structure.
+    qp: usize,
     /// The handle of the queue pair that this one is connected to.
     peer: u32,
     cqs: (usize, usize),
@@ -103,6 +107,10 @@ struct Wire {
     /// Device and number of the queue pair that was destroyed last. The next queue pair of the
     /// device may reuse the number.
     free: Option<(usize, u32)>,
+    /// Asynchronous events of the open contexts, by the address of the context.
+    lives: HashMap<usize, life::ContextLife>,
+    /// Number of calls until the devices are removed; `None` if they stay.
+    removal: Option<u32>,
     /// Event channels of completion queues, by the address of the queue.
     channels: HashMap<usize, Events>,
 }
@@ -149,6 +157,8 @@ pub(crate) struct Misbehaviour {
     pub(crate) bind: Option<WcStatus>,
     /// Gate at which binds of type 1 windows wait; `None` for no gate.
     pub(crate) bind_gate: Option<&'static Gate>,
+    /// Errno with which the destruction of a queue pair fails; 0 for success.
+    pub(crate) refuses_destruction: c_int,
     /// Errno with which a free of a window fails; 0 for success.
     pub(crate) refuses_frees: c_int,
 }
@@ -516,6 +526,8 @@ extern "C" fn open_device(device: *mut Device) -> *mut Context {
     ops.alloc_mw = Some(alloc_mw);
     ops.bind_mw = Some(bind_mw);
     ops.dealloc_mw = Some(dealloc_mw);
+    // SAFETY: the context is live.
+    unsafe { life::add(context) };
     context
 }
 
@@ -530,6 +542,10 @@ extern "C" fn reg_mr_iova2(
     base: u64,
     access: c_uint,
 ) -> *mut Mr {
+    // SAFETY: the caller passes a live object.
+    if life::is_removed(unsafe { (*pd).context }) {
+        return ptr::null_mut();
+    }
     let key = with(|wire| {
         wire.next += 1;
         let access = AccessFlags::from_bits_truncate(access);
@@ -542,6 +558,10 @@ extern "C" fn reg_mr_iova2(
 }
 
 extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
+    // SAFETY: the caller passes a live object.
+    if life::is_removed(unsafe { (*(*mr).pd).context }) {
+        return libc::EIO;
+    }
     // SAFETY: `reg_mr` boxed the region, and each region is deregistered once.
     let mr = unsafe { Box::from_raw(mr) };
     with(|wire| wire.regions.remove(&(mr.lkey >> 8)));
@@ -549,6 +569,9 @@ extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
 }
 
 extern "C" fn create_comp_channel(context: *mut Context) -> *mut CompChannel {
+    if life::is_removed(context) {
+        return ptr::null_mut();
+    }
     let errno = with(|wire| wire.misbehaviour.refuses_channels);
     if errno != 0 {
         fake::set_errno(errno);
@@ -559,6 +582,12 @@ extern "C" fn create_comp_channel(context: *mut Context) -> *mut CompChannel {
 }
 
 extern "C" fn destroy_comp_channel(channel: *mut CompChannel) -> c_int {
+    // SAFETY: the caller passes a live channel.
+    let (left, context) = unsafe { ((*channel).refcnt, (*channel).context) };
+    if left > 0 && with(|wire| wire.is_removed(context)) {
+        // As in libibverbs, a queue whose destruction failed still counts.
+        return libc::EBUSY;
+    }
     // SAFETY: `create_comp_channel` boxed the channel, and each channel is destroyed once.
     let channel = unsafe { Box::from_raw(channel) };
     assert_eq!(channel.refcnt, 0, "a channel is destroyed after its queue");
@@ -620,6 +649,9 @@ extern "C" fn create_cq(
     channel: *mut CompChannel,
     _: c_int,
 ) -> *mut Cq {
+    if life::is_removed(context) {
+        return ptr::null_mut();
+    }
     // SAFETY: all zeros is a valid value of this plain structure.
     let mut cq: Cq = unsafe { mem::zeroed() };
     (cq.context, cq.channel) = (context, channel);
@@ -638,6 +670,10 @@ extern "C" fn create_cq(
 }
 
 extern "C" fn destroy_cq(cq: *mut Cq) -> c_int {
+    // SAFETY: the caller passes a live object.
+    if life::is_removed(unsafe { (*cq).context }) {
+        return libc::EIO;
+    }
     fake::called("destroy_cq".into());
     let events = with(|wire| {
         wire.done.remove(&cq.addr());
@@ -657,10 +693,18 @@ extern "C" fn destroy_cq(cq: *mut Cq) -> c_int {
 }
 
 extern "C" fn create_qp(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp {
+    // SAFETY: the caller passes a live object.
+    if life::is_removed(unsafe { (*pd).context }) {
+        return ptr::null_mut();
+    }
     // SAFETY: all zeros is a valid value of this plain structure; the caller passes attributes and
     // a protection domain.
-    let (mut qp, attr, device) =
-        unsafe { (mem::zeroed::<Qp>(), &*attr, (*(*pd).context).device.addr()) };
+    let (qp, attr, device) = unsafe {
+        (Box::into_raw(Box::new(mem::zeroed::<Qp>())), &*attr, (*(*pd).context).device.addr())
+    };
+    let address = qp.expose_provenance();
+    // SAFETY: the queue pair was boxed just now.
+    let qp = unsafe { &mut *qp };
     (qp.pd, qp.send_cq, qp.recv_cq) = (pd, attr.send_cq, attr.recv_cq);
     (qp.handle, qp.qp_num) = with(|wire| {
         let reuses = wire.misbehaviour.completes_late;
@@ -677,13 +721,22 @@ extern "C" fn create_qp(pd: *mut Pd, attr: *mut QpInitAttr) -> *mut Qp {
         let cqs = (attr.send_cq.addr(), attr.recv_cq.addr());
         let (sends, receives) = (VecDeque::new(), VecDeque::new());
         let (place, state) = ((device, number), QpState::IBV_QPS_RESET);
-        wire.pairs.insert(wire.next, Pair { place, state, peer: 0, cqs, sends, receives });
+        wire.pairs
+            .insert(wire.next, Pair { place, state, qp: address, peer: 0, cqs, sends, receives });
         (wire.next, number)
     });
-    Box::into_raw(Box::new(qp))
+    qp
 }
 
 extern "C" fn destroy_qp(qp: *mut Qp) -> c_int {
+    // SAFETY: the caller passes a live object.
+    if life::is_removed(unsafe { (*(*qp).pd).context }) {
+        return libc::EIO;
+    }
+    let errno = with(|wire| wire.misbehaviour.refuses_destruction);
+    if errno != 0 {
+        return errno;
+    }
     // SAFETY: `create_qp` boxed the queue pair, and each queue pair is destroyed once.
     let qp = unsafe { Box::from_raw(qp) };
     fake::called("destroy_qp".into());
@@ -701,6 +754,10 @@ extern "C" fn destroy_qp(qp: *mut Qp) -> c_int {
 }
 
 extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
+    // SAFETY: the caller passes a live object.
+    if life::is_removed(unsafe { (*(*qp).pd).context }) {
+        return libc::EIO;
+    }
     // SAFETY: the caller passes a live queue pair and its attributes.
     let (number, attr) = unsafe { ((*qp).handle, &*attr) };
     let mask = QpAttrMask::from_bits_truncate(mask);
@@ -741,6 +798,10 @@ extern "C" fn query_qp(
     _init: *mut QpInitAttr,
 ) -> c_int {
     pass(Call::QueryPair);
+    // SAFETY: the caller passes a live object.
+    if life::is_removed(unsafe { (*(*qp).pd).context }) {
+        return libc::EIO;
+    }
     // SAFETY: the caller passes a live queue pair and writable attributes.
     let (number, attr) = unsafe { ((*qp).handle, &mut *attr) };
     attr.qp_state = with(|wire| wire.pairs[&number].state);
@@ -820,6 +881,10 @@ unsafe extern "C" fn post_recv(qp: *mut Qp, wr: *mut RecvWr, _bad: *mut *mut Rec
 }
 
 unsafe extern "C" fn alloc_mw(pd: *mut Pd, mw_type: MwType) -> *mut Mw {
+    // SAFETY: the caller passes a live object.
+    if life::is_removed(unsafe { (*pd).context }) {
+        return ptr::null_mut();
+    }
     let rkey = with(|wire| {
         wire.next += 1;
         wire.next << 8
@@ -831,6 +896,10 @@ unsafe extern "C" fn alloc_mw(pd: *mut Pd, mw_type: MwType) -> *mut Mw {
 
 unsafe extern "C" fn dealloc_mw(mw: *mut Mw) -> c_int {
     fake::called("dealloc_mw".into());
+    // SAFETY: the caller passes a live object.
+    if life::is_removed(unsafe { (*mw).context }) {
+        return libc::EIO;
+    }
     let errno = with(|wire| wire.misbehaviour.refuses_frees);
     if errno != 0 {
         return errno;
@@ -841,6 +910,10 @@ unsafe extern "C" fn dealloc_mw(mw: *mut Mw) -> c_int {
 }
 
 unsafe extern "C" fn bind_mw(qp: *mut Qp, mw: *mut Mw, bind: *mut MwBind) -> c_int {
+    // SAFETY: the caller passes a live object.
+    if life::is_removed(unsafe { (*(*qp).pd).context }) {
+        return libc::EIO;
+    }
     // SAFETY: the caller passes a live queue pair, a live window and the bind.
     let (id, qp_num, wr_id) = unsafe {
         let MwBindInfo { addr, length, mw_access_flags, .. } = (*bind).bind_info;
@@ -902,6 +975,9 @@ pub(crate) fn functions() -> Functions {
     let symbol = |name: &str| {
         Some(match name {
             "ibv_open_device" => open_device as *const (),
+            "ibv_close_device" => life::close_device as *const (),
+            "ibv_get_async_event" => life::get_async_event as *const (),
+            "ibv_ack_async_event" => life::ack_async_event as *const (),
             "ibv_query_device" => query_device as *const (),
             "ibv_query_port" => query_port as *const (),
             "ibv_reg_mr" => reg_mr as *const (),

@@ -136,7 +136,7 @@ place_tests() {
                 [[ ${name#rdma-} != conformance || $filter ]] || echo verbs::
                 [[ ${name#rdma-} != soak || $filter ]] || echo over_an_rdma_device
             } >"$guest_root/tests/$name.arguments"
-            printf '%s\n' "cd /tmp" "export HMEM_TEST_CONFIG=verbs HMEM_VERBS_DEVICE=rxe0 HMEM_VERBS_SECOND_DEVICE=rxe1" \
+            printf '%s\n' "cd /tmp" "export HMEM_TEST_CONFIG=verbs HMEM_VERBS_UNPLUG=1 HMEM_VERBS_DEVICE=rxe0 HMEM_VERBS_SECOND_DEVICE=rxe1" \
                 >"$guest_root/tests/$name.environment"
         fi
         place "$binary" "$guest_root/tests/$name"
