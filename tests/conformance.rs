@@ -92,7 +92,7 @@ fn software_nics(suite: &mut Suite) {
                 let builder = builder.progress(progress).remap_policy(pages);
                 let data = if mode == MrMode::COLLECTIVE { 0 } else { key_size };
                 let nic = builder.cq_data_size(data).build()?;
-                Ok((Arc::new(nic), Arc::new(faults)))
+                Ok((Arc::new(nic.clone()), Arc::new((nic, faults))))
             });
         }
     }

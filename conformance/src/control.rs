@@ -4,9 +4,10 @@ use std::fmt::Debug;
 
 use hmem_core::{
     Errno,
-    testing::{self, Gate},
+    provider::{NicState, Provider},
+    testing::Gate,
 };
-use hmem_provider_loopback::{Faults, NicCall};
+use hmem_provider_loopback::{Faults, Loopback, NicCall};
 
 /// A kind of call that a test makes wait or fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,26 +43,39 @@ pub trait TestControl: Debug + Send + Sync {
     /// called. Returns `None` if the back end does not count them.
     fn calls(&self, call: Call) -> Option<u64>;
 
+    /// Sets the state of the provider's first NIC, as the failure or repair of a device or cable
+    /// does. Returns false if the back end cannot do so.
+    fn set_nic_state(&self, state: NicState) -> bool {
+        let _unused = state;
+        false
+    }
+
     /// Returns true if the kind of error of a refused access tells the reason. RDMA devices report
     /// the same error for an invalid key, a range out of bounds, an absent page and a missing
     /// right.
     fn tells_reasons(&self) -> bool;
 }
 
-/// Controls the software NIC by its fault injector.
-impl TestControl for Faults {
+/// Controls the software NIC, also by its fault injector.
+impl TestControl for (Loopback, Faults) {
     fn hold(&self, call: Call) -> Option<Gate> {
-        Some(testing::Faults::hold(self, nic_call(call)))
+        Some(self.1.hold(nic_call(call)))
     }
 
     fn fail_nth(&self, call: Call, nth: u64, errno: Errno) -> bool {
-        testing::Faults::fail_nth(self, nic_call(call), nth, errno);
+        self.1.fail_nth(nic_call(call), nth, errno);
         true
     }
 
     fn calls(&self, call: Call) -> Option<u64> {
-        self.start_counting();
-        Some(testing::Faults::calls(self, nic_call(call)))
+        self.1.start_counting();
+        Some(self.1.calls(nic_call(call)))
+    }
+
+    fn set_nic_state(&self, state: NicState) -> bool {
+        let nics = self.0.nics().expect("list the NICs");
+        self.0.set_nic_state(&nics[0].nic.name, state).expect("a NIC of the fabric");
+        true
     }
 
     fn tells_reasons(&self) -> bool {

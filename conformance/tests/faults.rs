@@ -801,6 +801,8 @@ fn provider_without_a_fault_fails_no_behaviour() {
         region_closes_before_its_endpoint region_of_a_closed_endpoint_is_unreachable_and_closes
         single_use_key_works_once local_buffers_need_the_right_of_their_operation
         receives_need_the_right_recv_and_stay_in_bounds
+        lost_nic_ends_requests_and_refuses_calls requests_fail_while_the_port_is_down
+        memory_of_a_lost_nic_is_registered_again_with_a_new_key
         raw_attr_returns_the_needed_size_and_works_on_every_region
         raw_key_is_mapped_used_and_unmapped domain_with_mapped_keys_is_busy_at_close
         sub_region_has_its_own_key_rights_and_bounds sub_region_that_exceeds_its_base_is_refused

@@ -13,7 +13,7 @@ use parking_lot::RwLockReadGuard;
 
 use super::{
     Few, NicCall,
-    endpoint::{EndpointState, canceled_request},
+    endpoint::EndpointState,
     keys::Token,
     memory::{self, CopyError, DeviceMemory, Span},
     region::{AccessStart, LOCAL_SIDE, Refusal, Region, denied},
@@ -330,7 +330,7 @@ pub(super) fn copy(
     let failed = |error| CopyError { step: FailedStep::NicTransfer, error };
     let pool = own.domain.staging_pool().map_err(failed)?;
     let canceled = || match (initiator.is_closed(), target.is_closed()) {
-        (true, _) => Some(canceled_request()),
+        (true, _) => Some(initiator.canceled()),
         (_, true) => Some(
             Error::new(ErrorKind::Unreachable, "transfer")
                 .provider("loopback")

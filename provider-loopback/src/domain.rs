@@ -8,7 +8,7 @@ use std::{
 
 use hmem_core::{
     AuthKey, ErrorKind, MrMode, ProcessMark, RawKey, Registry, Result,
-    provider::{DomainRequest, StagingAttr},
+    provider::{DomainRequest, NicRecord, StagingAttr},
 };
 use hmem_p2p::staging::Pool;
 use parking_lot::{Mutex, RwLock};
@@ -40,6 +40,8 @@ pub(super) struct DomainState {
     pub(super) windows: Windows,
     /// The pinner of host memory; `None` with [`RemapPolicy::Follow`].
     pub(super) pinner: Option<Pinner>,
+    /// The loss of the domain's device, and the events of its port.
+    pub(super) record: NicRecord,
     /// The process that opened the domain. A forked child must not use the domain: a thread of the
     /// parent, which the child does not have, may hold any lock of the domain.
     pub(super) process: ProcessMark,
@@ -68,6 +70,7 @@ impl DomainState {
             wake: Arc::default(),
             mapped: RwLock::default(),
             pinner,
+            record: NicRecord::default(),
             process: ProcessMark::current()?,
             staging: request.staging,
             pool: Mutex::default(),
@@ -77,6 +80,12 @@ impl DomainState {
     /// Returns true if the application chooses the keys of regions.
     pub(super) fn requested_keys(&self) -> bool {
         !self.mode.contains(MrMode::PROV_KEY)
+    }
+
+    /// Returns an error if the device of the domain is lost.
+    #[inline]
+    pub(super) fn check_nic(&self, operation: &'static str) -> Result<()> {
+        self.record.check(&self.nic.attr.nic, operation)
     }
 
     pub(super) fn deregister(&self, token: Token) -> Result<()> {

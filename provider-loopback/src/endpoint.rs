@@ -137,12 +137,17 @@ impl EndpointState {
     /// Returns the open endpoint of a peer.
     ///
     /// # Errors
-    /// Unreachable: the peer is closed, or this endpoint did not resolve the peer.
+    /// Unreachable: the peer is closed, this endpoint did not resolve the peer, or the port of one
+    /// of the two NICs is down.
     #[inline]
     pub(super) fn peer(&self, peer: PeerId) -> Result<Arc<Self>> {
         let known = |peers: &Peers| peers.get(peer)?.1.upgrade();
         let open = known(&self.peers.read()).filter(|peer| !peer.is_closed());
-        open.ok_or_else(|| unreachable_peer(peer))
+        let open = open.ok_or_else(|| unreachable_peer(peer))?;
+        if self.domain.nic.port_is_down() || open.domain.nic.port_is_down() {
+            return Err(unreachable_peer(peer).remedy("wait until the port is up again"));
+        }
+        Ok(open)
     }
 
     /// Returns the number of a peer's endpoint, which is unique on the fabric.
@@ -167,7 +172,7 @@ impl EndpointState {
     /// - InvalidArgument: the request names a peer that this endpoint did not resolve.
     pub(super) fn submit(&self, request: &WorkRequest<'_>) -> Result<()> {
         if self.is_closed() {
-            return Err(closed());
+            return Err(self.closed());
         }
         self.domain.nic.config.faults.enter(NicCall::Post)?;
         if let Operation::Receive { tag, from } = &request.operation {
@@ -189,7 +194,7 @@ impl EndpointState {
             }
             let mut posted = self.posted.lock();
             if self.is_closed() {
-                return Err(closed());
+                return Err(self.closed());
             }
             if posted.len() >= self.depth {
                 return Err(full());
@@ -261,11 +266,30 @@ impl EndpointState {
         let _running = self.running.lock();
         let canceled = std::mem::take(&mut *self.posted.lock());
         for work in canceled {
-            self.complete_transmit(&work, Err(canceled_request()));
+            self.complete_transmit(&work, Err(self.canceled()));
         }
         self.domain.windows.end_of_endpoint(self.id());
         self.cancel_receives();
         Ok(())
+    }
+
+    /// Returns the error of a request that ends because the endpoint is closed, by the application
+    /// or by the loss of the device.
+    pub(super) fn canceled(&self) -> Error {
+        self.domain.check_nic("transfer").err().unwrap_or_else(|| {
+            Error::new(ErrorKind::Canceled, "transfer")
+                .provider("loopback")
+                .context("why", "its endpoint was closed")
+        })
+    }
+
+    /// Returns the error of a post to the closed endpoint.
+    fn closed(&self) -> Error {
+        self.domain.check_nic("post").err().unwrap_or_else(|| {
+            Error::new(ErrorKind::BadState, "post")
+                .provider("loopback")
+                .context("why", "the endpoint is closed")
+        })
     }
 
     /// Completes every posted receive as canceled, and drops the messages in the inbox. Wakes
@@ -275,7 +299,7 @@ impl EndpointState {
         let _delivery = self.inbox.delivery.lock();
         for receive in self.inbox.clear() {
             let (kind, header) = (CompletionKind::Receive, Header::default());
-            self.complete_receive(receive.context, kind, header, Err(canceled_request()));
+            self.complete_receive(receive.context, kind, header, Err(self.canceled()));
         }
     }
 }
@@ -406,16 +430,4 @@ pub(super) fn unreachable_peer(peer: PeerId) -> Error {
         .provider("loopback")
         .context("peer", peer.0)
         .remedy("resolve the name of an open endpoint first: the peer is closed")
-}
-
-pub(super) fn canceled_request() -> Error {
-    Error::new(ErrorKind::Canceled, "transfer")
-        .provider("loopback")
-        .context("why", "its endpoint was closed")
-}
-
-fn closed() -> Error {
-    Error::new(ErrorKind::BadState, "post")
-        .provider("loopback")
-        .context("why", "the endpoint is closed")
 }

@@ -6,7 +6,7 @@
 use std::{
     any::Any,
     os::fd::BorrowedFd,
-    sync::{Arc, Weak},
+    sync::{Arc, Weak, atomic::AtomicU64},
     time::{Duration, Instant},
 };
 
@@ -15,10 +15,10 @@ use hmem_core::{
     counter::Counter,
     provider::{
         self, CompletionChannel, CompletionQueue, DomainRequest, Enabling, EndpointAttr,
-        EndpointBinding, LiveObjects, MANUAL_WAIT, ManualProgress, Piece, ProgressModel,
-        ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow, RawKeys,
-        Refresh, RegionCounters, Registration, StagingAccess, SubRegions, Transport, WindowBind,
-        WindowStatus, WindowType,
+        EndpointBinding, LiveObjects, MANUAL_WAIT, ManualProgress, NicEvent, NicLife, NicState,
+        Piece, ProgressModel, ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion,
+        ProviderWindow, RawKeys, Refresh, RegionCounters, Registration, StagingAccess, SubRegions,
+        Transport, WindowBind, WindowStatus, WindowType,
     },
     transfer::{Completion, EndpointName, PeerId, WorkRequest},
 };
@@ -31,7 +31,7 @@ use super::{
     execute,
     nic::Nic,
     progress::ProgressThread,
-    queue::Queue,
+    queue::{Queue, domain_closed},
     region::Region,
     window::token_of,
 };
@@ -49,6 +49,8 @@ pub(super) struct Domain {
     state: Arc<DomainState>,
     /// The completion queues of the domain. Dropping the [`Domain`] closes the queues.
     queues: Mutex<Vec<Weak<Queue>>>,
+    /// The number of events that `nic_events` has returned.
+    events_read: AtomicU64,
 }
 
 impl Domain {
@@ -73,8 +75,19 @@ impl Domain {
         };
         tracing::debug!(nic = %nic.attr.nic, mode = %request.mode, "loopback domain opened");
         let fabric = Arc::clone(fabric);
-        let queues = Mutex::default();
-        Ok(Arc::new_cyclic(|me| Self { me: me.clone(), thread, fabric, endpoints, state, queues }))
+        let (queues, events_read) = (Mutex::default(), AtomicU64::new(0));
+        if nic.port_is_down() {
+            state.record.note(NicEvent::PortDown(1));
+        }
+        Ok(Arc::new_cyclic(|me| Self {
+            me: me.clone(),
+            thread,
+            fabric,
+            endpoints,
+            state,
+            queues,
+            events_read,
+        }))
     }
 
     /// Returns true if requests execute only in calls by the application, because the domain has no
@@ -108,6 +121,44 @@ impl Domain {
         self.state.process.check(call.name())?;
         self.state.nic.config.faults.enter(call)
     }
+
+    /// Like [`Domain::enter`], for a call that needs the device.
+    fn enter_usable(&self, call: NicCall) -> Result<()> {
+        self.state.check_nic(call.name())?;
+        self.enter(call)
+    }
+
+    /// Sets the state of the NIC for this domain. A loss ends all requests and waits, and is final.
+    pub(super) fn set_nic_state(&self, state: NicState) {
+        match state {
+            NicState::PortDown => self.state.record.note(NicEvent::PortDown(1)),
+            NicState::Lost => self.lose(),
+            _ if self.nic_state() == NicState::PortDown => {
+                self.state.record.note(NicEvent::PortUp(1));
+            }
+            _ => {}
+        }
+    }
+
+    fn lose(&self) {
+        if !self.state.record.lose("a test removed the device") {
+            return;
+        }
+        for endpoint in self.endpoints.snapshot().iter() {
+            if let Err(error) = endpoint.close(true) {
+                tracing::error!(error = %error.full(), "cannot end the requests of a lost device");
+            }
+        }
+        let nic = &self.state.nic.attr.nic;
+        for queue in self.queues.lock().iter().filter_map(Weak::upgrade) {
+            queue.end(self.state.record.loss(nic, "wait for completions"));
+        }
+    }
+
+    /// Returns true if the domain is open on this NIC.
+    pub(super) fn is_on(&self, nic: &Arc<Nic>) -> bool {
+        Arc::ptr_eq(&self.state.nic, nic)
+    }
 }
 
 impl Drop for Domain {
@@ -121,7 +172,11 @@ impl Drop for Domain {
             Some(thread) => drop(thread),
             None => self.state.close(),
         }
-        self.queues.get_mut().iter().filter_map(Weak::upgrade).for_each(|queue| queue.close());
+        self.queues
+            .get_mut()
+            .iter()
+            .filter_map(Weak::upgrade)
+            .for_each(|queue| queue.end(domain_closed()));
     }
 }
 
@@ -200,6 +255,10 @@ unsafe impl ProviderDomain for Domain {
         self.attr().imports.staged.then_some(self as _)
     }
 
+    fn nic_life(&self) -> Option<&dyn NicLife> {
+        Some(self)
+    }
+
     fn manual_progress(&self) -> Option<&dyn ManualProgress> {
         self.by_hand().then_some(self as _)
     }
@@ -207,19 +266,24 @@ unsafe impl ProviderDomain for Domain {
 
 impl Transport for Domain {
     fn open_cq(&self, depth: usize) -> Result<Arc<dyn CompletionQueue>> {
-        self.enter(NicCall::OpenCq)?;
+        self.enter_usable(NicCall::OpenCq)?;
         let queue = Arc::new(Queue::new(depth.max(1)));
         let mut queues = self.queues.lock();
         queues.retain(|queue| queue.strong_count() > 0);
         queues.push(Arc::downgrade(&queue));
         drop(queues);
         let (domain, endpoints) = (Arc::clone(&self.state), Arc::clone(&self.endpoints));
+        // A loss since the check above has not ended the queue.
+        domain.check_nic("open completion queue")?;
         Ok(Arc::new(Cq { queue, domain, endpoints, by_hand: self.by_hand() }))
     }
 
     fn open_endpoint(&self, attr: &EndpointAttr) -> Result<Arc<dyn ProviderEndpoint>> {
-        self.enter(NicCall::OpenEndpoint)?;
-        Ok(Arc::new(Endpoint::open(self.this(), attr)?))
+        self.enter_usable(NicCall::OpenEndpoint)?;
+        let endpoint = Arc::new(Endpoint::open(self.this(), attr)?);
+        // A loss since the check above has not closed the endpoint, which dropping it does.
+        self.state.check_nic("open endpoint")?;
+        Ok(endpoint)
     }
 }
 
@@ -238,7 +302,7 @@ impl SubRegions for Domain {
 
 impl Enabling for Domain {
     fn enable(&self, region: ProviderRegion) -> Result<()> {
-        self.enter(NicCall::Enable)?;
+        self.enter_usable(NicCall::Enable)?;
         let enable = |region: &Region| {
             region.enable();
             Ok(())
@@ -260,7 +324,7 @@ impl RawKeys for Domain {
         addressing: Addressing,
         raw: &RawKey,
     ) -> Result<RemoteKey> {
-        self.enter(NicCall::MapRaw)?;
+        self.enter_usable(NicCall::MapRaw)?;
         let number = self.state.map_raw(raw)?;
         Ok(RemoteKey::mapped(addressing, base, len, number))
     }
@@ -279,6 +343,7 @@ impl RawKeys for Domain {
 impl Refresh for Domain {
     fn refresh_pages(&self, region: ProviderRegion, ranges: &[AddressRange]) -> Result<()> {
         self.state.process.check("refresh")?;
+        self.state.check_nic("refresh")?;
         self.state.refresh(token_of(region), ranges)
     }
 }
@@ -293,12 +358,12 @@ impl provider::Windows for Domain {
     }
 
     fn alloc_window(&self, window: WindowType) -> Result<ProviderWindow> {
-        self.enter(NicCall::AllocWindow)?;
+        self.enter_usable(NicCall::AllocWindow)?;
         self.state.windows.alloc(window)
     }
 
     fn bind_window(&self, window: ProviderWindow, bind: &WindowBind) -> Result<ProviderWindow> {
-        self.enter(NicCall::BindWindow)?;
+        self.enter_usable(NicCall::BindWindow)?;
         self.state.windows.bind(window, bind)
     }
 
@@ -319,7 +384,7 @@ impl provider::Windows for Domain {
         bind: &WindowBind,
         tag: u8,
     ) -> Result<()> {
-        self.enter(NicCall::BindWindow)?;
+        self.enter_usable(NicCall::BindWindow)?;
         let endpoint = self.own(endpoint, "bind window")?;
         self.state.windows.bind_posted(window, bind, tag, &endpoint.state.life)
     }
@@ -329,7 +394,7 @@ impl provider::Windows for Domain {
         endpoint: &dyn ProviderEndpoint,
         window: ProviderWindow,
     ) -> Result<()> {
-        self.enter(NicCall::BindWindow)?;
+        self.enter_usable(NicCall::BindWindow)?;
         let endpoint = self.own(endpoint, "invalidate window")?;
         self.state.windows.invalidate(window, endpoint.state.id())
     }
@@ -337,7 +402,7 @@ impl provider::Windows for Domain {
 
 impl RegionCounters for Domain {
     fn bind_counter(&self, region: ProviderRegion, counter: &Arc<Counter>) -> Result<()> {
-        self.enter(NicCall::BindCounter)?;
+        self.enter_usable(NicCall::BindCounter)?;
         let bind = |region: &Region| {
             region.bind_counter(counter);
             Ok(())
@@ -348,9 +413,19 @@ impl RegionCounters for Domain {
 
 impl EndpointBinding for Domain {
     fn bind_endpoint(&self, region: ProviderRegion, endpoint: &dyn ProviderEndpoint) -> Result<()> {
-        self.enter(NicCall::BindEndpoint)?;
+        self.enter_usable(NicCall::BindEndpoint)?;
         let endpoint = self.own(endpoint, "bind endpoint")?;
         self.state.bind_endpoint(token_of(region), &endpoint.state.life)
+    }
+}
+
+impl NicLife for Domain {
+    fn nic_state(&self) -> NicState {
+        self.state.record.state()
+    }
+
+    fn nic_events(&self) -> Vec<NicEvent> {
+        self.state.record.events_after(&self.events_read)
     }
 }
 
@@ -384,7 +459,11 @@ impl CompletionQueue for Cq {
         if self.by_hand {
             execute::step(&self.endpoints);
         }
-        Ok(self.queue.pop(out, max))
+        let count = self.queue.pop(out, max);
+        if count == 0 && max > 0 {
+            self.domain.check_nic(NicCall::ReadCq.name())?;
+        }
+        Ok(count)
     }
 
     fn wait(&self, out: &mut Vec<Completion>, max: usize, timeout: Duration) -> Result<usize> {
@@ -459,7 +538,7 @@ impl ProviderEndpoint for Endpoint {
     }
 
     fn resolve(&self, name: &EndpointName) -> Result<PeerId> {
-        self.domain.enter(NicCall::Resolve)?;
+        self.domain.enter_usable(NicCall::Resolve)?;
         Ok(self.state.add_peer(&self.domain.fabric.find(name)?))
     }
 

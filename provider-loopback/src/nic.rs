@@ -2,10 +2,13 @@
 
 use std::{
     fmt,
-    sync::atomic::{AtomicU32, AtomicU64, Ordering},
+    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
 };
 
-use hmem_core::{Error, ErrorKind, Result, provider::ProviderAttr};
+use hmem_core::{
+    Error, ErrorKind, Result,
+    provider::{NicState, ProviderAttr},
+};
 
 use super::{atomic::AtomicLocks, config::Config, regions::Regions};
 
@@ -15,6 +18,10 @@ pub(super) struct Nic {
     pub(super) config: Config,
     pub(super) regions: Regions,
     pub(super) atomics: AtomicLocks,
+    /// True while the device is lost. No domain can be opened meanwhile.
+    lost: AtomicBool,
+    /// True while the port is down. Requests from and to the NIC fail meanwhile.
+    port_down: AtomicBool,
     /// The number of the domain that was opened last; 0 before the first.
     last_domain: AtomicU32,
     /// The number of registrations that count toward `max_mr_count`. Stays 0 without that limit.
@@ -37,10 +44,29 @@ impl Nic {
             config: config.clone(),
             regions: Regions::new(narrow),
             atomics: AtomicLocks::default(),
+            lost: AtomicBool::new(false),
+            port_down: AtomicBool::new(false),
             last_domain: AtomicU32::new(0),
             registered: AtomicU64::new(0),
             pinned: AtomicU64::new(0),
         }
+    }
+
+    /// Sets whether the device is lost and the port is down.
+    pub(super) fn set_state(&self, state: NicState) {
+        self.lost.store(state == NicState::Lost, Ordering::SeqCst);
+        self.port_down.store(state == NicState::PortDown, Ordering::SeqCst);
+    }
+
+    /// Returns true while the device is lost.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::SeqCst)
+    }
+
+    /// Returns true while the port is down.
+    #[inline]
+    pub(super) fn port_is_down(&self) -> bool {
+        self.port_down.load(Ordering::Relaxed)
     }
 
     /// Returns the number of a new domain. Numbers are not reused.

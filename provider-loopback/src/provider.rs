@@ -1,13 +1,19 @@
 //! The provider, a fabric of software NICs, and its builder.
 
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{Arc, Weak},
+};
 
 use hmem_core::{
     Error, ErrorKind, MrFlags, MrMode, Result,
     provider::{
-        DomainRequest, Imports, ProgressModel, Provider, ProviderAttr, ProviderDomain, WindowType,
+        DomainRequest, Imports, NicState, ProgressModel, Provider, ProviderAttr, ProviderDomain,
+        WindowType,
     },
 };
+
+use parking_lot::Mutex;
 
 use super::{
     Faults, NicCall, Progress, RemapPolicy,
@@ -26,12 +32,59 @@ use super::{
 pub struct Loopback {
     fabric: Arc<Fabric>,
     nics: Vec<Arc<Nic>>,
+    /// The open domains of the fabric.
+    domains: Arc<Mutex<Vec<Weak<Domain>>>>,
 }
 
 impl Loopback {
     /// Creates a builder of a fabric.
     pub fn builder() -> Builder {
         Builder::default()
+    }
+
+    /// Sets the state of a NIC, as the failure or repair of a device or cable does.
+    ///
+    /// - [`NicState::Lost`]: ends all requests of the NIC's open domains, as
+    ///   [`NicLife`](hmem_core::provider::NicLife) says, for good. No domain can be opened on the
+    ///   NIC until its state is set again.
+    /// - [`NicState::PortDown`]: requests from and to the NIC end with
+    ///   [`ErrorKind::Unreachable`] meanwhile.
+    /// - [`NicState::Working`]: the port is up, and domains can be opened.
+    ///
+    /// ```
+    /// use hmem_core::provider::NicState;
+    /// use hmem_provider_loopback::Loopback;
+    ///
+    /// let provider = Loopback::builder().nic("nic0").build()?;
+    /// provider.set_nic_state("nic0", NicState::Lost)?;
+    /// # Ok::<(), hmem_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a NIC that the fabric does not have.
+    pub fn set_nic_state(&self, nic: &str, state: NicState) -> Result<()> {
+        let nic = self.find(Some(nic), "set the state of a NIC")?;
+        nic.set_state(state);
+        let open: Vec<_> = self.domains.lock().iter().filter_map(Weak::upgrade).collect();
+        open.iter().filter(|domain| domain.is_on(nic)).for_each(|it| it.set_nic_state(state));
+        Ok(())
+    }
+
+    /// Returns a NIC by its name, or the first NIC.
+    fn find(&self, name: Option<&str>, operation: &'static str) -> Result<&Arc<Nic>> {
+        let nics = &self.nics;
+        let nic = match name {
+            None => nics.first(),
+            Some(name) => nics.iter().find(|nic| nic.attr.nic.name == name),
+        };
+        nic.ok_or_else(|| {
+            let names: Vec<_> = nics.iter().map(|nic| nic.attr.nic.name.as_str()).collect();
+            Error::new(ErrorKind::InvalidArgument, operation)
+                .provider("loopback")
+                .context("nic", name.unwrap_or_default())
+                .context("nics", names.join(", "))
+                .remedy("name a NIC of this fabric")
+        })
     }
 }
 
@@ -46,21 +99,19 @@ impl Provider for Loopback {
 
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
         self.fabric.process.check("open domain")?;
-        let nics = &self.nics;
-        let nic = match &request.nic {
-            None => nics.first(),
-            Some(name) => nics.iter().find(|nic| nic.attr.nic.name == *name),
-        };
-        let nic = nic.ok_or_else(|| {
-            let names: Vec<_> = nics.iter().map(|nic| nic.attr.nic.name.as_str()).collect();
-            Error::new(ErrorKind::InvalidArgument, "open domain")
-                .provider("loopback")
-                .context("nic", request.nic.as_deref().unwrap_or_default())
-                .context("nics", names.join(", "))
-                .remedy("name a NIC of this fabric")
-        })?;
+        let nic = self.find(request.nic.as_deref(), "open domain")?;
         nic.config.faults.enter(NicCall::OpenDomain)?;
-        let domain: Arc<dyn ProviderDomain> = Domain::open(&self.fabric, nic, request)?;
+        let domain = Domain::open(&self.fabric, nic, request)?;
+        let mut domains = self.domains.lock();
+        domains.retain(|domain| domain.strong_count() > 0);
+        domains.push(Arc::downgrade(&domain));
+        drop(domains);
+        if nic.is_lost() {
+            return Err(Error::new(ErrorKind::Unavailable, "open domain")
+                .provider(nic.attr.nic.to_string())
+                .context("cause", "a test removed the device")
+                .remedy("open a domain on another NIC, or on this one once it is back"));
+        }
         Ok(domain)
     }
 }
@@ -295,7 +346,7 @@ impl Builder {
         }
         let nic = |(name, id): &NicName| Arc::new(Nic::new(name, id.as_deref(), &self.config));
         let nics = self.names.iter().map(nic).collect();
-        Ok(Loopback { fabric: Arc::new(Fabric::new()?), nics })
+        Ok(Loopback { fabric: Arc::new(Fabric::new()?), nics, domains: Arc::default() })
     }
 }
 

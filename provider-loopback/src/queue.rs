@@ -32,8 +32,9 @@ pub(super) struct Queue {
 #[derive(Debug)]
 struct State {
     entries: VecDeque<Completion>,
-    /// True once the domain is closed. No request completes afterwards.
-    closed: bool,
+    /// The error of waits for the empty queue, once its domain is closed or the device is lost. No
+    /// request completes afterwards.
+    ended: Option<Error>,
     /// The number of threads that wait for a completion.
     sleeping: usize,
     /// True if the next completion must make the event fd readable. [`Queue::arm`] sets the flag.
@@ -44,7 +45,7 @@ struct State {
 impl Queue {
     pub(super) fn new(depth: usize) -> Self {
         let entries = VecDeque::with_capacity(depth.min(1024));
-        let state = State { entries, closed: false, sleeping: 0, armed: false };
+        let state = State { entries, ended: None, sleeping: 0, armed: false };
         let (arrived, event) = (Condvar::new(), OnceLock::new());
         Self { depth, used: AtomicUsize::new(0), state: Mutex::new(state), arrived, event }
     }
@@ -93,11 +94,11 @@ impl Queue {
         }
     }
 
-    /// Marks the queue as closed when its domain closes. Wakes the waiting threads, and makes the
-    /// event fd readable if it is armed.
-    pub(super) fn close(&self) {
+    /// Marks the queue as ended, when its domain closes or loses its device. Wakes the waiting
+    /// threads, and makes the event fd readable if it is armed.
+    pub(super) fn end(&self, error: Error) {
         let mut state = self.state.lock();
-        state.closed = true;
+        state.ended.get_or_insert(error);
         self.wake(state);
     }
 
@@ -134,7 +135,7 @@ impl Queue {
     /// for no deadline. Does not wait if `max` is 0.
     ///
     /// # Errors
-    /// BadState: the queue is empty, and its domain is closed.
+    /// The error of [`Queue::end`], if the queue is empty and has ended.
     pub(super) fn wait(
         &self,
         out: &mut Vec<Completion>,
@@ -178,7 +179,7 @@ impl Queue {
     /// queue has unread completions already. The caller must not sleep then.
     ///
     /// # Errors
-    /// - BadState: the queue is empty, and its domain is closed.
+    /// - The error of [`Queue::end`], if the queue is empty and has ended.
     /// - The errors of [`Queue::event`].
     pub(super) fn arm(&self) -> Result<bool> {
         let event = self.event()?;
@@ -197,14 +198,16 @@ impl Queue {
 
 impl State {
     fn check_open(&self) -> Result<()> {
-        if !self.closed {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::BadState, "wait for completions")
-            .provider("loopback")
-            .context("why", "the domain of the queue is closed")
-            .remedy("drop the queue: no request completes to it any more"))
+        self.ended.clone().map_or(Ok(()), Err)
     }
+}
+
+/// Returns the error of waits for a queue whose domain is closed.
+pub(super) fn domain_closed() -> Error {
+    Error::new(ErrorKind::BadState, "wait for completions")
+        .provider("loopback")
+        .context("why", "the domain of the queue is closed")
+        .remedy("drop the queue: no request completes to it any more")
 }
 
 #[cfg(test)]
@@ -222,7 +225,7 @@ mod tests {
             queue.reserve().expect("an entry");
             queue.push(Completion::new(context, CompletionKind::Receive, Ok(8)));
         }
-        queue.close();
+        queue.end(domain_closed());
         let mut done = Vec::new();
         assert!(!queue.arm().expect("two completions can be read"));
         assert_eq!(queue.wait(&mut done, 1, None).expect("a completion"), 1);

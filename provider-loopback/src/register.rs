@@ -25,6 +25,7 @@ impl DomainState {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
+        self.check_nic("register")?;
         let limit = self.nic.attr.mr_iov_limit;
         // A range of the request may consist of several pieces.
         if pieces.len() > limit {
@@ -224,6 +225,7 @@ impl DomainState {
         offset: u64,
         len: u64,
     ) -> Result<ProviderRegion> {
+        self.check_nic("register sub-region")?;
         self.nic.config.faults.enter(NicCall::RegisterSub)?;
         let regions = &self.nic.regions;
         regions.add_dependent(self.id, base, "register sub-region")?;

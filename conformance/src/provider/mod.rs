@@ -10,6 +10,7 @@ mod events;
 mod keys;
 mod link;
 mod modes;
+mod nic_life;
 mod regions;
 mod rights;
 mod sub_regions;
@@ -23,6 +24,7 @@ use completions::*;
 use events::*;
 use keys::*;
 use modes::*;
+use nic_life::*;
 use regions::*;
 use rights::*;
 use sub_regions::*;
@@ -208,6 +210,13 @@ behaviours! {
     opening_and_closing_leaks_no_fd, ONCE;
     /// Requirements KEY-01 and KEY-02: no two live regions have the same key, whether the
     /// application or the provider chose the keys.
+    /// Requirement LIFE-08
+    lost_nic_ends_requests_and_refuses_calls, CONTROL;
+    /// Requirement LIFE-08
+    requests_fail_while_the_port_is_down, CONTROL;
+    /// Requirement LIFE-09
+    memory_of_a_lost_nic_is_registered_again_with_a_new_key, CONTROL, PLAIN_KEYS;
+    /// Requirements KEY-01 and KEY-02
     live_regions_have_keys_of_their_own;
     /// Requirement KEY-01: a requested key of `u64::MAX`, or with more bits than the NIC's keys
     /// have, fails with KeyRejected.
