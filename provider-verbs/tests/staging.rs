@@ -816,9 +816,12 @@ fn random_latency_and_faults_leak_nothing() {
 #[test]
 fn removal_during_staged_copies_ends_the_transfer_and_frees_its_buffers() {
     const CHUNKS: u64 = 6;
+    let (mut whole, mut ended_early) = (0, 0);
     for reads in 0..3 * CHUNKS {
         let net = injected();
         let staged = net.near.device(&net.device, CHUNK * CHUNKS, LOCAL).unwrap();
+        let bytes = pattern(CHUNK * CHUNKS, reads);
+        staged.put(0, &bytes);
         let far = net.far.host(CHUNK * CHUNKS, LOCAL | REMOTE);
         let key = far.region().key().unwrap();
         let remote = [RemoteSegment { address: key.base(), len: CHUNK * CHUNKS, key: &key }];
@@ -835,12 +838,20 @@ fn removal_during_staged_copies_ends_the_transfer_and_frees_its_buffers() {
         let ended = out.remove(0);
         assert_eq!(ended.context, 1);
         match ended.result {
-            Ok(moved) => assert_eq!((moved, reads > CHUNKS), (CHUNK * CHUNKS, true)),
-            Err(error) => assert_eq!(error.kind(), ErrorKind::Unavailable, "{error:#}"),
+            Ok(moved) => {
+                assert_eq!(moved, CHUNK * CHUNKS);
+                assert!(far.get(0, moved) == bytes, "a chunk was reported and did not arrive");
+                whole += 1;
+            }
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Unavailable, "{error:#}");
+                ended_early += 1;
+            }
         }
         net.assert_idle();
         assert_eq!(net.near.domain.nic_state(), NicState::Lost);
         let refused = net.near.device(&net.device, CHUNK, LOCAL).map(drop).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused:#}");
     }
+    assert!(whole > 0 && ended_early > 0, "{whole} whole, {ended_early} ended early");
 }
