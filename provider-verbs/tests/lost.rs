@@ -290,6 +290,20 @@ fn removal_makes_the_channel_readable() {
     lab.assert_no_fd_is_left();
 }
 
+/// LIFE-08: a thread that sleeps wakes up even if another thread has read the event.
+#[test]
+fn loss_that_another_thread_has_seen_wakes_sleepers() {
+    let lab = Lab::new();
+    let setup = lab.setup();
+    assert!(setup.channel().arm().expect("arm"));
+    life::report_device(EventType::IBV_EVENT_DEVICE_FATAL);
+    assert_eq!(setup.domain.nic_state(), NicState::Lost);
+    assert!(readable(setup.channel()), "the loss does not wake an event loop");
+    assert_lost(&setup.cq.read(&mut Vec::new(), 8).expect_err("lost"), "fatal");
+    setup.close();
+    lab.assert_no_fd_is_left();
+}
+
 /// LIFE-08: a thread that reads the queue without waiting sees the loss, too.
 #[test]
 fn polling_thread_sees_the_removal() {
