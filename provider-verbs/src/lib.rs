@@ -84,7 +84,6 @@
 //! - `cq`
 //! - `ready`
 //! - `connection`: `QueuePair` and `Connection`
-//! - `staged/memory`
 //! - `region`
 //! - `parallel`
 //! - `register`: `Registrar`

@@ -16,6 +16,7 @@ use hmem_core::{
     provider::{LiveObjects, ProviderRegion},
     transfer::LocalSegment,
 };
+use hmem_p2p::staging::StagedRegion;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -25,7 +26,6 @@ use super::{
     device::ProtectionDomain,
     raw_key,
     split::Span,
-    staged::StagedRegion,
     sys::{AccessFlags, Mr},
 };
 

@@ -10,7 +10,18 @@
 //! Staging has no thread; the provider's progress calls drive it. The software NIC runs a transfer
 //! to its end when it executes the request. The verbs provider advances the transfers of an
 //! endpoint when a request is posted to the endpoint, and all transfers of the device when one of
-//! its completion queues is read.
+//! its completion queues is read. The libfabric provider advances those of a domain in its place.
+//!
+//! - [`StagedRange`], [`Pool`] and [`Pipeline`]: the copies, the buffers, and the order of chunks.
+//! - [`StagedRegion`] and [`Transfer`]: regions and requests of a NIC that reaches only the staging
+//!   buffers, as verbs and libfabric do.
+//!
+//! # Order
+//!
+//! A transfer needs no order from the NIC, with one exception. The bytes of RMA chunks have
+//! separate targets, each chunk is reported by itself, and a message is one chunk. The last chunk
+//! of a write with immediate data must not take effect before the other chunks. A provider whose
+//! NIC does not order writes posts it after the NIC has finished the others.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -38,8 +49,12 @@ mod memory;
 mod pipeline;
 mod pool;
 mod range;
+mod region;
+mod transfer;
 
 pub use chunk_plan::ChunkPlan;
 pub use pipeline::{FailedStep, Pipeline, Posted, Run, View};
 pub use pool::{Claim, Pool, Slots, Use};
 pub use range::StagedRange;
+pub use region::StagedRegion;
+pub use transfer::{LocalMemory, Transfer, staged_right};

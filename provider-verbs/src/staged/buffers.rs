@@ -12,12 +12,11 @@ use std::{
 
 use hmem_core::{
     ErrorKind, LocalKey, Result,
-    provider::{Backing, Piece, ProviderRegion, Registration, StagingAttr},
+    provider::{Piece, ProviderRegion, Registration, StagingAttr},
 };
-use hmem_p2p::staging::Pool;
+use hmem_p2p::staging::{Pool, StagedRegion};
 use parking_lot::Mutex;
 
-use super::memory::StagedRegion;
 use crate::{
     access::Settings,
     region::{Kind, Region},
@@ -67,31 +66,20 @@ impl Staging {
         settings: Settings,
     ) -> Result<ProviderRegion> {
         let device = &registrar.pd.device;
-        let refuse = |why: &'static str| {
-            device.refuse(ErrorKind::Unsupported, "register", why).context("path", "staged")
-        };
-        let local = device.provider_attr.staged_access;
-        if !local.contains(request.access) {
-            return Err(refuse(
-                "register with SEND, RECV, READ and WRITE only, as a peer's NIC cannot reach \
-                 memory through copies, and let this side write to the peer, read from it or \
-                 exchange messages; or make a direct path work",
-            )
-            .context("access", request.access - local));
-        }
         if settings != Settings::default() {
-            return Err(refuse(
-                "register without verbs options and iova: the NIC does not register staged memory",
-            )
-            .context("settings", format_args!("{settings:?}")));
+            let why =
+                "register without verbs options and iova: the NIC does not register staged memory";
+            return Err(device
+                .refuse(ErrorKind::Unsupported, "register", why)
+                .context("path", "staged")
+                .context("settings", format_args!("{settings:?}")));
         }
-        let is_staged = |piece: &Piece<'_>| matches!(piece.backing, Backing::Staged { .. });
-        if !pieces.iter().all(is_staged) {
-            return Err(refuse("stage a region as a whole or not at all"));
-        }
+        // SAFETY: the caller follows the rules of `ProviderDomain::register`. The close of the
+        // region ends the copies (`ActiveLanes::abandon_closed`).
+        let memory =
+            unsafe { StagedRegion::new(request, pieces, device.provider_attr.staged_access) }
+                .map_err(|error| error.provider(device.nic.to_string()))?;
         self.prepare_buffers(registrar)?;
-        // SAFETY: the caller follows the rules of `ProviderDomain::register`.
-        let memory = unsafe { StagedRegion::new(pieces) };
         self.regions.fetch_add(1, Ordering::AcqRel);
         let kind = Kind::Staged(Arc::new(memory));
         Ok(registrar.regions.insert(Region::without_parts(request.access, kind)))

@@ -35,13 +35,10 @@ use hmem_core::{
     ErrorKind, Result,
     transfer::{CompletionKind, WorkRequest},
 };
-use hmem_p2p::staging::{Posted, Use, View};
+use hmem_p2p::staging::Posted;
 use parking_lot::Mutex;
 
-use super::{
-    request::{is_message, kind_of, with_chunk},
-    task::{QueuedRequest, Task, Transfer},
-};
+use super::task::{QueuedRequest, Task, kind_of};
 use crate::{
     cq::Room,
     in_flight::{Arrival, LaneUpdates, RequestOwner, Token},
@@ -255,27 +252,19 @@ impl Lanes {
                 progressed = true;
             }
             let failed_before = entry.has_failed();
-            let (number, context) = (entry.number, entry.context);
+            let number = entry.number;
             match &mut entry.task {
                 Task::Staged(transfer) => {
                     transfer.fail_if_closed();
-                    let Transfer { pipeline, lists, operation, buffers, peer } = &mut **transfer;
-                    if !is_message(operation) {
-                        let waits = behind_message || entry.takes_receive;
-                        pipeline.set_purpose(if waits { Use::Send } else { Use::Rma });
-                    }
-                    progressed |= pipeline.step(may_begin, &mut |view: View<'_>| {
+                    transfer.set_behind_message(behind_message || entry.takes_receive);
+                    progressed |= transfer.step(may_begin, &mut |chunk, request| {
                         if !may_post {
                             return Ok(Posted::Full);
                         }
-                        let token = Token { entry: number, chunk: view.number };
-                        let ends = (*buffers, *peer, context);
-                        with_chunk(operation, lists, &view, ends, |request| {
-                            self.post_now(request, token)
-                        })
+                        self.post_now(request, Token { entry: number, chunk })
                     });
-                    may_begin &= pipeline.has_begun();
-                    may_post &= pipeline.is_posted();
+                    may_begin &= transfer.pipeline().has_begun();
+                    may_post &= transfer.pipeline().is_posted();
                 }
                 Task::Waiting(request) if may_post => {
                     let token = Token { entry: number, chunk: 0 };
@@ -344,7 +333,7 @@ impl Lanes {
             for entry in entries.iter_mut() {
                 entry.cancel();
                 if let Task::Staged(transfer) = &mut entry.task {
-                    transfer.pipeline.stop();
+                    transfer.pipeline_mut().stop();
                 }
             }
             self.hand_out(lane, &mut entries);
@@ -362,7 +351,7 @@ impl Lanes {
                 if let Task::Staged(transfer) = &mut entry.task
                     && transfer.fail_if_closed()
                 {
-                    transfer.pipeline.stop();
+                    transfer.pipeline_mut().stop();
                     stopped = true;
                 }
             }

@@ -1,17 +1,11 @@
 //! The state of a request in a lane.
 
-use std::sync::Arc;
-
 use hmem_core::{
-    Access, ErrorKind, LocalKey, Result,
-    transfer::{CompletionKind, Operation, OwnedOperation, OwnedRequest, PeerId, WorkRequest},
+    Access, ErrorKind, Result,
+    transfer::{CompletionKind, Operation, OwnedRequest, WorkRequest},
 };
-use hmem_p2p::staging::{ChunkPlan, Claim, FailedStep, Pipeline, StagedRange, Use};
+use hmem_p2p::staging::{FailedStep, LocalMemory, Transfer, staged_right};
 
-use super::{
-    memory::region_closed,
-    request::{Lists, check_len, is_message, staged_right},
-};
 use crate::{
     chain::check_keys,
     completion::canceled,
@@ -51,21 +45,10 @@ pub(super) enum Task {
     Ended(Result<u64>),
 }
 
-/// A request that names staged memory.
-#[derive(Debug)]
-pub(super) struct Transfer {
-    pub(super) pipeline: Pipeline<Arc<StagedRange>>,
-    pub(super) lists: Lists,
-    pub(super) operation: OwnedOperation,
-    /// Local key of the staging buffers.
-    pub(super) buffers: LocalKey,
-    pub(super) peer: PeerId,
-}
-
 impl QueuedRequest {
     pub(super) fn is_over(&self) -> bool {
         match &self.task {
-            Task::Staged(transfer) => transfer.pipeline.is_over(),
+            Task::Staged(transfer) => transfer.pipeline().is_over(),
             Task::Ended(_) => true,
             Task::Waiting(_) | Task::Posted => false,
         }
@@ -73,7 +56,7 @@ impl QueuedRequest {
 
     pub(super) fn has_failed(&self) -> bool {
         match &self.task {
-            Task::Staged(transfer) => transfer.pipeline.has_failed(),
+            Task::Staged(transfer) => transfer.pipeline().has_failed(),
             Task::Ended(result) => result.is_err(),
             Task::Waiting(_) | Task::Posted => false,
         }
@@ -81,18 +64,18 @@ impl QueuedRequest {
 
     /// Returns true if copies of the request are in flight.
     pub(super) fn is_copying(&self) -> bool {
-        matches!(&self.task, Task::Staged(transfer) if transfer.pipeline.is_copying())
+        matches!(&self.task, Task::Staged(transfer) if transfer.pipeline().is_copying())
     }
 
     /// Returns true if the request has to take further staging buffers.
     pub(super) fn needs_buffers(&self) -> bool {
-        matches!(&self.task, Task::Staged(transfer) if !transfer.pipeline.has_begun())
+        matches!(&self.task, Task::Staged(transfer) if !transfer.pipeline().has_begun())
     }
 
     /// Returns true if a part of the request has not been posted to the NIC yet.
     pub(super) fn is_unposted(&self) -> bool {
         match &self.task {
-            Task::Staged(transfer) => !transfer.pipeline.is_posted(),
+            Task::Staged(transfer) => !transfer.pipeline().is_posted(),
             Task::Waiting(_) => true,
             Task::Posted | Task::Ended(_) => false,
         }
@@ -102,7 +85,7 @@ impl QueuedRequest {
     pub(super) fn cancel(&mut self) {
         match &mut self.task {
             Task::Staged(transfer) => {
-                transfer.pipeline.fail(FailedStep::NicTransfer, canceled(self.kind))
+                transfer.pipeline_mut().fail(FailedStep::NicTransfer, canceled(self.kind))
             }
             Task::Waiting(_) => self.task = Task::Ended(Err(canceled(self.kind))),
             Task::Posted | Task::Ended(_) => {}
@@ -116,16 +99,18 @@ impl QueuedRequest {
             // A write with immediate data does not fill the buffers of the receive that it
             // consumes.
             Task::Staged(transfer) if arrival.written.is_some() => {
-                transfer.pipeline.landed(token.chunk, result.map(|_| 0));
+                transfer.pipeline_mut().landed(token.chunk, result.map(|_| 0));
             }
-            Task::Staged(transfer) => transfer.pipeline.landed(token.chunk, result),
+            Task::Staged(transfer) => transfer.pipeline_mut().landed(token.chunk, result),
             task => *task = Task::Ended(result),
         }
     }
 
     pub(super) fn result(self) -> Result<u64> {
         match self.task {
-            Task::Staged(mut transfer) => transfer.pipeline.result().map_err(|(_, error)| error),
+            Task::Staged(mut transfer) => {
+                transfer.pipeline_mut().result().map_err(|(_, error)| error)
+            }
             Task::Ended(result) => result,
             Task::Waiting(_) | Task::Posted => Err(canceled(self.kind)),
         }
@@ -142,28 +127,27 @@ impl Task {
         if let Operation::BindWindow { bind, .. } = &request.operation {
             check_part(&domain.pd, &domain.regions, bind)?;
         }
-        let right = staged_right(&request.operation);
-        let lists = lists(domain, request, right)?;
         let refuse = |why| Err(domain.refuse_post(ErrorKind::Unsupported, why));
-        let is_tagged = right.is_none()
-            && !matches!(
-                request.operation,
-                Operation::Atomic { .. }
-                    | Operation::BindWindow { .. }
-                    | Operation::InvalidateWindow { .. }
-            );
+        let is_tagged = matches!(
+            request.operation,
+            Operation::Send { tag: Some(_), .. }
+                | Operation::SendImmediate { tag: Some(_), .. }
+                | Operation::Receive { tag: Some(_), .. }
+        );
         if is_tagged {
             return refuse("send without a tag: verbs has no tagged messages");
         }
-        if lists.runs.is_empty() {
+        let memory = local_memory(domain, request)?;
+        if !memory.is_staged() {
             return Ok(Self::Waiting(OwnedRequest::new(request)));
         }
-        if right.is_none() {
-            return refuse("keep the operands in host memory: staged copies cannot be atomic");
-        }
-        let operation = OwnedOperation::new(&request.operation);
-        check_len(&operation, lists.len)?;
-        let transfer = Transfer::new(domain, request.peer, operation, lists, cap)?;
+        let Some((pool, buffers)) = domain.staging.buffers() else {
+            return Err(domain.refuse_post(ErrorKind::NoRegion, "the region is closed"));
+        };
+        let receives = matches!(request.operation, Operation::Receive { .. });
+        let max_sge = if receives { cap.max_recv_sge } else { cap.max_send_sge };
+        let transfer = Transfer::new(&pool, buffers, request, memory, u64::from(max_sge))
+            .map_err(|error| error.provider(domain.pd.device.nic.to_string()))?;
         Ok(Self::Staged(Box::new(transfer)))
     }
 }
@@ -173,79 +157,29 @@ impl Task {
 /// # Errors
 /// - The errors of [`Regions::local`](crate::region::Regions::local).
 /// - OutOfBounds: a segment is not inside its staged region.
-fn lists(domain: &DomainState, request: &WorkRequest<'_>, right: Option<Access>) -> Result<Lists> {
-    let mut lists = Lists::default();
+fn local_memory(domain: &DomainState, request: &WorkRequest<'_>) -> Result<LocalMemory> {
+    let right = staged_right(&request.operation).unwrap_or(Access::empty());
+    let mut memory = LocalMemory::default();
     for segment in request.local {
-        let Some(staged) = domain.regions.local(segment, right.unwrap_or(Access::empty()))? else {
-            lists.push_plain(*segment);
-            continue;
-        };
-        let runs = staged.runs(segment.address, segment.len).ok_or_else(|| {
-            domain
-                .refuse_post(ErrorKind::OutOfBounds, "use a segment inside its region")
-                .context("address", segment.address)
-                .context("length", segment.len)
-        })?;
-        for (piece, offset, len) in runs {
-            lists.push_staged(piece, offset, len);
+        match domain.regions.local(segment, right)? {
+            None => memory.push_plain(*segment),
+            Some(region) => memory
+                .push_staged(region, segment)
+                .map_err(|error| error.provider(domain.pd.device.nic.to_string()))?,
         }
-        lists.regions.push(staged);
     }
-    Ok(lists)
+    Ok(memory)
 }
 
-impl Transfer {
-    /// If the transfer uses a closed region, fails the transfer and returns true. After that none
-    /// of its copies begins.
-    pub(super) fn fail_if_closed(&mut self) -> bool {
-        let closed = self.lists.regions.iter().any(|region| region.is_closed());
-        if closed {
-            self.pipeline.fail(FailedStep::NicTransfer, region_closed());
-        }
-        closed
-    }
-
-    fn new(
-        domain: &DomainState,
-        peer: PeerId,
-        operation: OwnedOperation,
-        mut lists: Lists,
-        cap: QpCap,
-    ) -> Result<Self> {
-        let (pool, buffers) = domain
-            .staging
-            .buffers()
-            .ok_or_else(|| domain.refuse_post(ErrorKind::NoRegion, "the region is closed"))?;
-        let slot_len = pool.slot_len();
-        let receives = matches!(operation, OwnedOperation::Receive { .. });
-        let (purpose, cut) = match &operation {
-            OwnedOperation::Send { .. } => (Use::Send, ChunkPlan::whole(lists.len)),
-            OwnedOperation::Receive { .. } => (Use::Receive, ChunkPlan::whole(lists.len)),
-            OwnedOperation::Write { data: Some(_), .. } => {
-                (Use::Send, ChunkPlan::chunks(lists.len, slot_len))
-            }
-            _ => (Use::Rma, ChunkPlan::chunks(lists.len, slot_len)),
-        };
-        if is_message(&operation) {
-            let most = pool.share(purpose) as u64 * slot_len;
-            let segments = lists.segments(slot_len);
-            let max_sge = if receives { cap.max_recv_sge } else { cap.max_send_sge };
-            if lists.len > most || segments > u64::from(max_sge) {
-                let why = "a staged message needs all its buffers at once: give the domain more or \
-                           longer ones (DomainAttr::staging), send less at once, or use RMA, \
-                           which is divided into chunks";
-                return Err(domain
-                    .refuse_post(ErrorKind::MessageTooLong, why)
-                    .context("length", lists.len)
-                    .context("buffers hold", most)
-                    .context("segments", segments)
-                    .context("max_sge", max_sge));
-            }
-        }
-        let runs = std::mem::take(&mut lists.runs);
-        let comes_in = receives || matches!(operation, OwnedOperation::Read { .. });
-        let (sources, targets) = if comes_in { (Vec::new(), runs) } else { (runs, Vec::new()) };
-        let pipeline = Pipeline::new(Claim::new(&pool), purpose, cut, sources, targets);
-        Ok(Self { pipeline, lists, operation, buffers, peer })
+/// Returns the kind of the completion of a request.
+pub(super) fn kind_of(operation: &Operation<'_>) -> CompletionKind {
+    match operation {
+        Operation::Write { .. } | Operation::WriteImmediate { .. } => CompletionKind::Write,
+        Operation::Read { .. } => CompletionKind::Read,
+        Operation::Atomic { .. } => CompletionKind::Atomic,
+        Operation::Receive { .. } => CompletionKind::Receive,
+        Operation::BindWindow { .. } => CompletionKind::BindWindow,
+        Operation::InvalidateWindow { .. } => CompletionKind::InvalidateWindow,
+        _ => CompletionKind::Send,
     }
 }
