@@ -94,8 +94,10 @@ impl Part {
         };
         match &self.op {
             PartOp::Write { remote, data } => {
-                // The completion means that the bytes are in the peer's memory.
-                let flags = sys::FI_COMPLETION | sys::FI_DELIVERY_COMPLETE | inject | with(*data);
+                // The completion means that the bytes are in the peer's memory. Without bytes, `shm`
+                // of 1.17 never completes a write with this flag.
+                let delivery = if self.local.bytes > 0 { sys::FI_DELIVERY_COMPLETE } else { 0 };
+                let flags = sys::FI_COMPLETION | delivery | inject | with(*data);
                 let message = rma(remote, *data);
                 // SAFETY: the caller promises an open endpoint, so its tables are valid. The
                 // message outlives the call, which copies it.
