@@ -38,6 +38,9 @@ behaviours! {
     /// Requirements MR-01, P2P-06 and BNC-03: a write by a peer changes exactly the bytes that it
     /// names, and a read returns them, over each path.
     write_and_read_move_exactly_the_named_bytes;
+    /// Requirements BNC-01 and FAB-10: device memory of the initiator and of the target moves by
+    /// staged copies of its own side: by writes, reads and messages.
+    device_memory_of_either_side_moves_by_staged_copies, ONCE;
     /// Requirement MR-03: peers address a region of several ranges as one sequence of bytes, in the
     /// order of the ranges.
     region_of_several_ranges_is_one_run_of_bytes, ZERO_BASED;

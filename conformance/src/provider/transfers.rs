@@ -1,20 +1,22 @@
 //! Behaviours of transfers: every byte arrives, and no other byte changes.
 
-use std::{thread, time::Duration};
+use std::{sync::Arc, thread, time::Duration};
 
 use hmem_core::{
-    Access, ErrorKind, MrFlags, Path,
+    Access, ErrorKind, Iface, MemoryRegion, MrFlags, Path,
+    path::P2pPolicy,
     provider::{MsgOrder, ProgressModel},
     transfer::{CompletionKind, Operation},
 };
 
 use super::{
     case::{Case, TestMemory},
-    link::CaseLink,
+    link::{CaseLink, Setup},
 };
-use crate::link::{LOCAL, REMOTE, eventually, mr_attr, remote, segment};
+use crate::link::{LOCAL, LinkSide, REMOTE, eventually, mr_attr, remote, segment};
 use crate::{
     bytes::{assert_bytes, pattern},
+    memory::Bytes,
     trial::{Outcome, skip},
 };
 
@@ -46,6 +48,49 @@ pub(super) fn write_and_read_move_exactly_the_named_bytes(case: &Case) {
         let found = link.pull(&key, offset, len).expect("read");
         assert_bytes(&found, &bytes, &format!("{len} bytes read from {offset}"));
     }
+}
+
+/// Staged memory needs no right for peers: its own side writes, reads and exchanges messages.
+pub(super) fn device_memory_of_either_side_moves_by_staged_copies(case: &Case) -> Outcome {
+    if !case.attr.imports.staged {
+        return skip("the NIC has no staged copies");
+    }
+    let mut setup = Setup::of(case);
+    setup.initiator.p2p = P2pPolicy::Disabled;
+    setup.target.p2p = P2pPolicy::Disabled;
+    let link = setup.open();
+    let device = Arc::clone(&link.device) as Arc<dyn Iface>;
+    let [near, far] = [(); 2].map(|()| Bytes::on_device(&device, 0, LEN as usize));
+    let [staged, inbox] = [(&link.initiator, &near), (&link.target, &far)].map(|(side, bytes)| {
+        let range = [bytes.range()];
+        let attr = mr_attr(&range, LOCAL).key(side.fresh_key());
+        let region = side.regattr(&attr, MrFlags::empty()).expect("register");
+        side.make_usable(&region);
+        assert_eq!(region.decision().expect("decision").path, Path::Staged);
+        region
+    });
+    let desc = |region: &MemoryRegion| Some(region.desc().expect("a descriptor"));
+    let memory = link.filled(&pattern(1, LEN));
+    let region = link.expose(memory.range(), REMOTE);
+    let key = link.key(&region);
+    for (seed, (offset, len)) in PARTS.into_iter().enumerate() {
+        let bytes = pattern(seed as u64 + 20, len);
+        near.put(offset, &bytes);
+        let local = [segment(near.part(offset, len), desc(&staged))];
+        let peer = [remote(&key, offset, len)];
+        assert_eq!(link.transfer(Operation::Write { remote: &peer }, &local).expect("write"), len);
+        assert_bytes(&memory.get(offset, len as usize), &bytes, "written from staged memory");
+        near.put(offset, &vec![0; len as usize]);
+        assert_eq!(link.transfer(Operation::Read { remote: &peer }, &local).expect("read"), len);
+        assert_bytes(&near.get(offset, len as usize), &bytes, "read into staged memory");
+        let into = segment(far.part(0, len), desc(&inbox));
+        let (sent, received) = link.send(local[0], into);
+        assert_eq!((sent.expect("send"), received.expect("receive")), (len, len));
+        assert_bytes(&far.get(0, len as usize), &bytes, "received into staged memory");
+    }
+    let buffers = |side: &LinkSide| side.domain.live().staging_buffers;
+    assert_eq!((buffers(&link.initiator), buffers(&link.target)), (0, 0));
+    Ok(())
 }
 
 pub(super) fn region_of_several_ranges_is_one_run_of_bytes(case: &Case) -> Outcome {
