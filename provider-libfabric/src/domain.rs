@@ -12,15 +12,16 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Addressing, AuthKey, Domain, ErrorKind, IfaceKind, Iova, MrFlags, RawKey, Registry,
-    RemoteKey, Result,
+    Access, AddressRange, Addressing, AuthKey, Domain, ErrorKind, IfaceKind, Iova, MrFlags, RawKey,
+    Registry, RemoteKey, Result,
     provider::{
         self, Backing, CompletionQueue, CompositeKeys, Enabling, EndpointAttr, EndpointBinding,
         KeyRequest, LiveObjects, ManualProgress, Piece, ProviderAttr, ProviderDomain,
-        ProviderEndpoint, ProviderRegion, RawKeys, Registration,
+        ProviderEndpoint, ProviderRegion, RawKeys, Registration, StagingAccess, StagingAttr,
     },
     registration::RegisteredMemory,
 };
+use hmem_p2p::staging::{Pool, StagedRegion};
 use parking_lot::Mutex;
 use rustc_hash::FxHashSet;
 
@@ -30,17 +31,14 @@ use super::{
     hub::{AliveMemory, Hub},
     listing::{Entry, Listing},
     open::{DomainGuard, OpenDomain, Unfinished, close_all},
-    region::{Part, Parts, Region, Regions},
+    region::{Kind, LOCAL_RIGHTS, Part, Parts, Region, Regions},
     settings::{EndpointPointer, Settings},
+    staging::Staging,
     sys::{self, fi_mr_attr, fi_mr_dmabuf, fi_mr_map_raw, fi_mr_raw_attr, iovec},
     transport::{Endpoint, Transport},
 };
 
 const REGATTR: &str = "fi_mr_regattr";
-
-/// The rights of requests of the domain's own endpoints.
-const LOCAL_RIGHTS: Access =
-    Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 
 /// Number of keys that a registration tries if the application leaves the choice to the provider.
 /// The numbers are random, so that a second attempt is already rare.
@@ -81,6 +79,7 @@ impl FabricDomain {
         listing: &Listing,
         entry: Entry,
         registry: Arc<Registry>,
+        staging: StagingAttr,
     ) -> Result<Self> {
         // In ENDPOINT mode each region has one endpoint, and this one would need them all.
         let alive = match self.open.attr.mr_mode & (sys::FI_MR_ENDPOINT | sys::FI_MR_RAW) {
@@ -97,6 +96,7 @@ impl FabricDomain {
             fellows: Arc::clone(&listing.fellows),
             local_only: layers.split(';').any(|layer| matches!(layer, "shm" | "sm2")),
             alive,
+            staging: Staging::new(staging),
         };
         self.transport = Some(Transport::start(hub, layers, listing.progress_thread)?);
         Ok(self)
@@ -105,15 +105,46 @@ impl FabricDomain {
     /// Registers the memory by which peers see that this process lives.
     fn expose_alive(&self) -> Result<(AliveMemory, Part)> {
         let memory = AliveMemory::new()?;
-        let (ranges, auth_key) = ([memory.range()?], AuthKey::default());
-        let access = Access::REMOTE_READ | Access::READ;
+        let part = self.register_own(memory.range()?, Access::REMOTE_READ | Access::READ)?;
+        Ok((memory, part))
+    }
+
+    /// Registers memory of the provider itself.
+    fn register_own(&self, range: AddressRange, access: Access) -> Result<Part> {
+        let (ranges, auth_key) = ([range], AuthKey::default());
         let mut request = Registration::new(&ranges, access, &auth_key);
         if self.open.attr.mr_mode & sys::FI_MR_VIRT_ADDR == 0 {
             request.addressing = Addressing::ZeroBased;
         }
-        let piece = Piece { range: ranges[0], backing: Backing::Host { owned: true } };
-        let part = self.register_piece(&request, &piece)?;
-        Ok((memory, part))
+        let piece = Piece { range, backing: Backing::Host { owned: true } };
+        self.register_piece(&request, &piece)
+    }
+
+    /// Adds a staged region. Registers the staging buffers if this is the domain's first staged
+    /// region.
+    ///
+    /// # Safety
+    /// The safety rules of [`ProviderDomain::register`].
+    unsafe fn stage(
+        &self,
+        request: &Registration<'_>,
+        pieces: &[Piece<'_>],
+    ) -> Result<ProviderRegion> {
+        let transport = self.own("register")?;
+        // SAFETY: the caller follows the rules of `ProviderDomain::register`. The close of a region
+        // waits for its requests.
+        let memory = unsafe { StagedRegion::new(request, pieces, self.attr().staged_access) }
+            .map_err(|error| error.provider(self.open.name()))?;
+        transport.hub.staging.prepare(|pool| {
+            let part = self.register_own(pool.range(), LOCAL_RIGHTS)?;
+            let (parts, kind) = ([part].into(), Kind::Buffers);
+            let addressing = Addressing::Virtual;
+            let region = Region { parts, addressing, access: LOCAL_RIGHTS, kind };
+            Ok(self.regions.insert(region).local)
+        })?;
+        let Registration { access, addressing, .. } = *request;
+        let kind = Kind::Staged(Arc::new(memory));
+        Ok(self.regions.insert(Region { parts: Parts::new(), addressing, access, kind }))
     }
 
     /// Returns the libfabric domain behind `domain`, or `None` if another provider opened it.
@@ -200,7 +231,7 @@ impl FabricDomain {
             Backing::Host { .. } => range.start().0,
             Backing::PeerMemory { address, .. } => address.0,
             Backing::Staged { .. } => {
-                let why = "use a direct path: this provider copies nothing";
+                let why = "stage a region as a whole or not at all";
                 return Err(open.refuse(ErrorKind::Unsupported, REGATTR, why));
             }
         };
@@ -396,6 +427,10 @@ unsafe impl ProviderDomain for FabricDomain {
     ) -> Result<ProviderRegion> {
         self.open.process.check("register")?;
         self.check(request, pieces)?;
+        if pieces.iter().any(|piece| matches!(piece.backing, Backing::Staged { .. })) {
+            // SAFETY: the caller follows the rules of this function.
+            return unsafe { self.stage(request, pieces) };
+        }
         let endpoint = self.endpoint(Settings::of(request.extension))?;
         // Outside of ENDPOINT mode, only a region that waits for a counter is disabled at first.
         let enable = request.enabled && endpoint.is_some();
@@ -408,13 +443,24 @@ unsafe impl ProviderDomain for FabricDomain {
             unsafe { self.open.start(&part, endpoint, enable) }?;
         }
         let parts = mem::take(&mut made.parts);
-        let host = matches!(request.memory, RegisteredMemory::Host { .. });
+        let kind = match request.memory {
+            RegisteredMemory::Host { .. } => Kind::Host,
+            _ => Kind::Direct,
+        };
         let Registration { access, addressing, .. } = *request;
-        Ok(self.regions.insert(Region { parts, addressing, access, host }))
+        Ok(self.regions.insert(Region { parts, addressing, access, kind }))
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
         self.open.process.check("deregister")?;
+        if self.regions.has_staged() {
+            self.regions.with(region, "deregister", |region| {
+                if let Kind::Staged(staged) = &region.kind {
+                    staged.close();
+                }
+                Ok(())
+            })?;
+        }
         match &self.transport {
             Some(transport) => transport.release(region.token, || self.close_region(region)),
             None => self.close_region(region),
@@ -425,6 +471,7 @@ unsafe impl ProviderDomain for FabricDomain {
         let mut live = self.regions.live();
         live.mapped_keys = self.mapped.lock().len() as u64;
         live.endpoints = self.transport.as_ref().map_or(0, |transport| transport.endpoints());
+        live.staging_buffers = self.staging_pool().map_or(0, |pool| pool.held());
         live
     }
 
@@ -449,6 +496,10 @@ unsafe impl ProviderDomain for FabricDomain {
         Some(self)
     }
 
+    fn staging(&self) -> Option<&dyn StagingAccess> {
+        self.attr().imports.staged.then_some(self as _)
+    }
+
     fn composite_keys(&self) -> Option<&dyn CompositeKeys> {
         Some(self)
     }
@@ -465,6 +516,17 @@ impl FabricDomain {
             let why = "use the endpoints of the program that opened the domain";
             self.open.refuse(ErrorKind::Unsupported, operation, why)
         })
+    }
+
+    /// Returns the staging buffers, if the domain has a staged region or had one.
+    fn staging_pool(&self) -> Option<Arc<Pool>> {
+        Some(self.transport.as_ref()?.hub.staging.buffers()?.0)
+    }
+}
+
+impl StagingAccess for FabricDomain {
+    fn staging_bytes(&self) -> u64 {
+        self.staging_pool().map_or(0, |pool| pool.range().len())
     }
 }
 
@@ -519,7 +581,10 @@ impl Enabling for FabricDomain {
 
 impl CompositeKeys for FabricDomain {
     fn remote_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>> {
-        self.regions.with(region, "remote key", |region| Ok(region.composite_key()))
+        self.regions.with(region, "remote key", |region| {
+            region.check_has_key()?;
+            Ok(region.composite_key())
+        })
     }
 }
 
@@ -527,12 +592,13 @@ impl RawKeys for FabricDomain {
     fn raw_key(&self, region: ProviderRegion) -> Result<RawKey> {
         self.open.process.check("raw key")?;
         let _guard = self.open.lock();
-        self.regions.with(region, "raw key", |region| match &region.parts[..] {
-            [part] => self.raw_key_of(part),
-            _ => {
+        self.regions.with(region, "raw key", |region| {
+            region.check_has_key()?;
+            let [part] = region.parts[..] else {
                 let why = "register each range by itself, or send FabricMr::raw_key of each";
-                Err(self.open.refuse(ErrorKind::Unsupported, "raw key", why))
-            }
+                return Err(self.open.refuse(ErrorKind::Unsupported, "raw key", why));
+            };
+            self.raw_key_of(&part)
         })
     }
 

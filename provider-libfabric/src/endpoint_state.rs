@@ -94,6 +94,15 @@ impl Peer {
     }
 }
 
+/// An entry of the requests that wait, in the order of their posts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Waiting {
+    /// The slot of a part that libfabric has not taken yet.
+    Part(usize),
+    /// The number of a request that names staged memory. It stays here until it ends.
+    Staged(u64),
+}
+
 /// An open endpoint.
 #[derive(Debug)]
 pub(super) struct EndpointState {
@@ -106,8 +115,7 @@ pub(super) struct EndpointState {
     /// The id of the first peer, a random number. Later peers have the next numbers. So an endpoint
     /// refuses the ids that another endpoint has given to its peers.
     first_peer: u64,
-    /// The slots of parts that libfabric has not taken yet, in the order of their posts.
-    pub(super) waiting: VecDeque<usize>,
+    pub(super) waiting: VecDeque<Waiting>,
     /// The receives without a tag that have not ended, in the order of their posts.
     pub(super) receives: VecDeque<u64>,
     /// The immediate data and lengths of writes that have arrived and wait for a receive.
@@ -123,7 +131,9 @@ impl EndpointState {
         provider: &str,
     ) -> Result<Self> {
         let depths = hub.limits.depths.map(|limit| attr.depth.clamp(1, limit));
-        let objects = Objects::open(&hub.open, hub.entry.as_ptr(), depths[0] + depths[1])?;
+        // The chunks of a staged request count once, and libfabric limits those in flight.
+        let entries = hub.limits.depths[0] + depths[1];
+        let objects = Objects::open(&hub.open, hub.entry.as_ptr(), entries)?;
         let mut this = Self {
             objects,
             name: PeerName {

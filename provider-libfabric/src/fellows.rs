@@ -5,6 +5,7 @@
 use std::{mem, sync::Arc};
 
 use hmem_core::{ProcessMark, Result, random::random_u64};
+use hmem_p2p::staging::Transfer;
 use parking_lot::Mutex;
 use rustc_hash::FxHashSet;
 
@@ -28,11 +29,13 @@ struct State {
     closed: Vec<Closed>,
 }
 
-/// The objects of a closed endpoint, with the slots that they use, and their domain.
-struct Closed {
-    objects: Objects,
-    slots: Vec<*mut Slot>,
-    open: Arc<OpenDomain>,
+/// The objects of a closed endpoint, with the memory that they use, and their domain.
+pub(super) struct Closed {
+    pub(super) objects: Objects,
+    pub(super) slots: Vec<*mut Slot>,
+    /// Transfers with staging buffers that peers may still access.
+    pub(super) transfers: Vec<Transfer>,
+    pub(super) open: Arc<OpenDomain>,
 }
 
 // SAFETY: the slots belong to no thread, and are only freed.
@@ -69,25 +72,20 @@ impl Fellows {
     }
 
     /// Removes an endpoint whose objects are closed with those of the last endpoint.
-    pub(super) fn bury(
-        &self,
-        number: u64,
-        objects: Objects,
-        slots: Vec<*mut Slot>,
-        open: &Arc<OpenDomain>,
-    ) {
+    pub(super) fn bury(&self, number: u64, closed: Closed) {
         let closed = {
             let mut state = self.state.lock();
             state.open.remove(&number);
-            state.closed.push(Closed { objects, slots, open: Arc::clone(open) });
+            state.closed.push(closed);
             if !state.open.is_empty() {
                 return;
             }
             mem::take(&mut state.closed)
         };
-        for Closed { mut objects, slots, open } in closed {
+        for Closed { mut objects, slots, transfers, open } in closed {
             if let Err(error) = objects.close(&open) {
                 tracing::error!(error = %error.full(), "an endpoint stays open");
+                mem::forget(transfers);
                 continue;
             }
             for slot in slots {

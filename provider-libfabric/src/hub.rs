@@ -7,7 +7,9 @@ use std::sync::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Registry, Result, provider::ProviderAttr, random::random_u64,
+    Address, AddressRange, Registry, Result,
+    provider::{MsgOrder, ProviderAttr},
+    random::random_u64,
 };
 
 use super::{
@@ -17,6 +19,7 @@ use super::{
     peer_name::Alive,
     plan::Limits,
     region::{Part, Regions},
+    staging::Staging,
     sys,
 };
 
@@ -65,6 +68,7 @@ pub(super) struct Hub {
     pub(super) local_only: bool,
     /// The exposed memory with its registration. `None` if the mode binds regions to endpoints.
     pub(super) alive: Option<(AliveMemory, Part)>,
+    pub(super) staging: Staging,
 }
 
 impl Hub {
@@ -74,6 +78,11 @@ impl Hub {
 
     pub(super) fn has(&self, caps: u64) -> bool {
         self.open.attr.caps & caps == caps
+    }
+
+    /// Returns true if the NIC orders the writes to a peer.
+    pub(super) fn orders_writes(&self) -> bool {
+        self.attr().order.intersects(MsgOrder::WAW | MsgOrder::RMA_WAW)
     }
 
     /// Returns true if local segments need descriptors.

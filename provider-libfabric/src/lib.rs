@@ -40,6 +40,7 @@
 //! | authorization key | `auth_key`; Unsupported if the domain has none |
 //! | dma-buf | `FI_MR_DMABUF` (since API version 1.20) |
 //! | peer memory | `iface` and `device` |
+//! | staged memory | nothing: only the staging buffers are registered |
 //! | ENDPOINT mode | the provider binds and enables each region |
 //!
 //! The mode bits other than ENDPOINT are those of the application: it offers them in
@@ -60,6 +61,12 @@
 //!   reads them after such a failure, and so tells a refusal from a dead peer.
 //! - Peers over shared memory are watched by their process. The shared-memory files of a dead
 //!   process are removed.
+//! - Device memory that libfabric does not reach moves through staging buffers, by
+//!   [`hmem_p2p::staging`]: RMA in chunks, and a message as a whole. A staged request counts once
+//!   for the depth of its endpoint. Peers do not reach such memory, and atomics on it are refused.
+//! - Staged requests keep the order of posts to a peer, and need no order of the NIC. Immediate
+//!   data follows when the other parts of the write have ended. A failed copy cancels the requests
+//!   to the same peer that wait for libfabric behind it.
 //! - In a domain without LOCAL mode, regions have only their remote rights at libfabric, and
 //!   requests no descriptors: `ofi_rxm` turns local rights to remote ones.
 //!
@@ -71,7 +78,7 @@
 //! - `errors`, `own_cache`: error numbers; libfabric's own registration cache
 //! - `library`
 //! - `attr`, `settings`
-//! - `region`
+//! - `region`, `staging`: regions; the staging buffers
 //! - `open`: an open `fid_domain` with its lock
 //! - `peer_name`, `queue`: names of endpoints; completion queues
 //! - `plan`: requests cut into parts
@@ -89,7 +96,11 @@
 //!
 //! # Limits
 //!
-//! - The provider stages no memory, and opens no endpoint in a domain of the program.
+//! - The provider stages no memory and opens no endpoint in a domain of the program.
+//! - NICs that need both LOCAL and ENDPOINT have no staged copies.
+//! - A peer that hangs keeps the staging buffers of requests to it in use, until they are canceled
+//!   with their endpoint. Over `shm`, the buffers of a closed endpoint stay in use until all
+//!   endpoints of the process are closed.
 //! - Endpoints have no authorization keys, receives accept every peer, and queues have no fd.
 //! - NICs that need MMU_NOTIFY or RMA_EVENT are not listed.
 //! - Regions have no memory windows, no refresh and no sub-regions.
@@ -120,6 +131,7 @@ mod queue;
 mod region;
 mod request_plan;
 mod settings;
+mod staging;
 pub mod sys;
 mod transport;
 

@@ -27,6 +27,7 @@ use super::{
     open::OpenDomain,
     own_cache,
     plan::Limits,
+    region::LOCAL_RIGHTS,
     sys::{self, Functions, fi_info, fid, fid_domain, fid_fabric},
 };
 
@@ -320,6 +321,13 @@ impl Listing {
         attr.provider_attr.basic_mr_mode |= endpoint;
         // The upper half of the data carries the length of a write.
         attr.provider_attr.cq_data_size = if domain.cq_data_size >= 8 { 4 } else { 0 };
+        // The staging buffers serve all endpoints, and are bound to none. So in both modes together
+        // their descriptor would not be valid.
+        let bound = sys::FI_MR_ENDPOINT | sys::FI_MR_LOCAL;
+        if domain.mr_mode & bound != bound {
+            attr.provider_attr.imports.staged = true;
+            attr.provider_attr.staged_access = LOCAL_RIGHTS;
+        }
         let provider = self.provider_of(entry);
         if self.progress_thread {
             attr.provider_attr.progress = ProgressModel::Thread;

@@ -39,7 +39,8 @@ impl<'r> FabricMr<'r> {
     /// Returns the only registration of a region.
     ///
     /// # Errors
-    /// - Unsupported: the region has several registrations. Use [`FabricMr::all_of`].
+    /// - Unsupported: the region has several registrations, or none because it is staged. Use
+    ///   [`FabricMr::all_of`].
     /// - The errors of [`FabricMr::all_of`].
     pub fn of(region: &'r MemoryRegion) -> Result<Self> {
         let all = Self::all_of(region)?;
@@ -49,11 +50,13 @@ impl<'r> FabricMr<'r> {
                 .provider("libfabric")
                 .context("range", region.range())
                 .context("registrations", all.len())
-                .remedy("use FabricMr::all_of: the region has several registrations")),
+                .remedy(
+                    "use FabricMr::all_of: the region has several registrations, or is staged",
+                )),
         }
     }
 
-    /// Returns the registrations of a region, in the order of its bytes.
+    /// Returns the registrations of a region, in the order of its bytes. A staged region has none.
     ///
     /// # Errors
     /// - InvalidArgument: the region belongs to another provider.

@@ -94,8 +94,8 @@ impl Part {
         };
         match &self.op {
             PartOp::Write { remote, data } => {
-                // The completion means that the bytes are in the peer's memory. Without bytes, `shm`
-                // of 1.17 never completes a write with this flag.
+                // The completion means that the bytes are in the peer's memory. A write of no bytes
+                // with this flag never completes over `shm` of 1.17.
                 let delivery = if self.local.bytes > 0 { sys::FI_DELIVERY_COMPLETE } else { 0 };
                 let flags = sys::FI_COMPLETION | delivery | inject | with(*data);
                 let message = rma(remote, *data);

@@ -104,9 +104,10 @@ impl LocalList {
                 Some(desc) => {
                     let found =
                         regions.local(segment, desc, (right, needs_desc), |region, part| {
-                            let desc = needs_desc || !region.host;
-                            (if desc { part.desc } else { ptr::null_mut() }, region.host)
+                            let host = region.is_host();
+                            (if needs_desc || !host { part.desc } else { ptr::null_mut() }, host)
                         })?;
+                    let Some(found) = found else { continue };
                     this.tokens.push(desc.to_provider());
                     found
                 }

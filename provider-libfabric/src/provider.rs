@@ -387,7 +387,12 @@ impl Provider for Libfabric {
                 let (open, entry) = listing.open_domain(request.nic.as_deref(), hmem)?;
                 let registry = Arc::clone(&request.registry);
                 let domain = FabricDomain::open(Arc::clone(&open))?;
-                return Ok(Arc::new(domain.with_endpoints(listing, entry, registry)?));
+                return Ok(Arc::new(domain.with_endpoints(
+                    listing,
+                    entry,
+                    registry,
+                    request.staging,
+                )?));
             }
             Source::Borrowed(open) => {
                 open.process.check("open domain")?;

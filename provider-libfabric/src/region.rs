@@ -5,7 +5,10 @@
 use std::{
     ffi::c_void,
     mem,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
 };
 
 use hmem_core::{
@@ -15,11 +18,16 @@ use hmem_core::{
     random::random_u64,
     transfer::LocalSegment,
 };
+use hmem_p2p::staging::StagedRegion;
 use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use super::sys::fid_mr;
+use super::sys::{FI_KEY_NOTAVAIL, fid_mr};
+
+/// The rights of requests of the domain's own endpoints.
+pub(super) const LOCAL_RIGHTS: Access =
+    Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 
 /// One registration of a region.
 #[derive(Clone, Copy, Debug)]
@@ -51,11 +59,44 @@ pub(super) struct Region {
     pub(super) parts: Parts,
     pub(super) addressing: Addressing,
     pub(super) access: Access,
-    /// True for host memory, whose bytes a post may copy.
-    pub(super) host: bool,
+    pub(super) kind: Kind,
+}
+
+/// The memory of a region.
+#[derive(Debug)]
+pub(super) enum Kind {
+    /// Host memory, whose bytes a post may copy.
+    Host,
+    /// Memory of a device, or a dma-buf, that libfabric reaches.
+    Direct,
+    /// Memory that requests move through the staging buffers. The region has no registrations.
+    Staged(Arc<StagedRegion>),
+    /// The staging buffers of the domain.
+    Buffers,
 }
 
 impl Region {
+    /// Returns true if a post may copy the bytes.
+    pub(super) fn is_host(&self) -> bool {
+        matches!(self.kind, Kind::Host | Kind::Buffers)
+    }
+
+    /// Refuses a caller that asks for the key of a staged region.
+    ///
+    /// # Errors
+    /// KeyNotAvailable: the region is staged.
+    pub(super) fn check_has_key(&self) -> Result<()> {
+        if matches!(self.kind, Kind::Staged(_)) {
+            let why = "let this side write to the peer, read from it or exchange messages: peers \
+                       cannot reach memory through copies, so it has no key";
+            return Err(Error::new(ErrorKind::KeyNotAvailable, "key")
+                .provider("libfabric")
+                .context("path", "staged")
+                .remedy(why));
+        }
+        Ok(())
+    }
+
     /// Returns the remote key of a region with several registrations, and otherwise `None`.
     pub(super) fn composite_key(&self) -> Option<RemoteKey> {
         let piece = |part: &Part| RemotePiece {
@@ -74,21 +115,59 @@ impl Region {
 pub(super) struct Regions {
     map: RwLock<FxHashMap<u64, Region>>,
     next: AtomicU64,
+    /// The number of staged regions.
+    staged: AtomicUsize,
 }
 
 impl Regions {
     /// Creates a table whose first token is a random number, so that another domain's descriptor
     /// names no region.
     pub(super) fn new() -> Result<Self> {
-        Ok(Self { map: RwLock::default(), next: AtomicU64::new(random_u64("libfabric")?) })
+        let next = AtomicU64::new(random_u64("libfabric")?);
+        Ok(Self { map: RwLock::default(), next, staged: AtomicUsize::new(0) })
     }
 
-    /// Adds a region with at least one registration. Its token was never used before.
+    /// Adds a region. Its token was never used before.
     pub(super) fn insert(&self, region: Region) -> ProviderRegion {
         let token = self.next.fetch_add(1, Ordering::Relaxed);
-        let key = region.parts[0].key;
+        let key = region.parts.first().map_or(FI_KEY_NOTAVAIL, |part| part.key);
+        self.count_staged(&region, 1);
         self.map.write().insert(token, region);
         ProviderRegion { token, local: LocalKey::from_provider(token), key }
+    }
+
+    /// Adds `change` to the number of staged regions if `region` is one of them.
+    fn count_staged(&self, region: &Region, change: isize) {
+        if matches!(region.kind, Kind::Staged(_)) {
+            self.staged.fetch_add(change.cast_unsigned(), Ordering::AcqRel);
+        }
+    }
+
+    /// Returns true if a region is staged.
+    pub(super) fn has_staged(&self) -> bool {
+        self.staged.load(Ordering::Acquire) > 0
+    }
+
+    /// Returns the staged region of a descriptor, which needs the right `right`. Returns `None` if
+    /// the descriptor names another region, or none.
+    ///
+    /// # Errors
+    /// AccessDenied: the region lacks the right.
+    pub(super) fn staged(
+        &self,
+        desc: LocalKey,
+        right: Access,
+    ) -> Result<Option<Arc<StagedRegion>>> {
+        let map = self.map.read();
+        let Some(region) = map.get(&desc.to_provider()) else { return Ok(None) };
+        let Kind::Staged(staged) = &region.kind else { return Ok(None) };
+        if !region.access.contains(right) {
+            return Err(Error::new(ErrorKind::AccessDenied, "post")
+                .provider("libfabric")
+                .context("needs", right)
+                .remedy("register the memory with this right"));
+        }
+        Ok(Some(Arc::clone(staged)))
     }
 
     /// Calls `read` with a region, which no other thread can remove meanwhile. If `read` calls
@@ -107,9 +186,11 @@ impl Regions {
     }
 
     /// Finds the registration of a local segment, which needs the right `right` if `checked` is
-    /// true. Calls `read` with the region and the registration.
+    /// true. Calls `read` with the region and the registration. Returns `None` for no bytes of a
+    /// staged region.
     ///
     /// # Errors
+    /// - Unsupported: the region is staged, which the caller has not expected.
     /// - NoRegion: the descriptor is not that of a region of this domain.
     /// - OutOfBounds: the segment is not inside one range of its region.
     /// - AccessDenied: the region lacks the right.
@@ -119,7 +200,7 @@ impl Regions {
         desc: LocalKey,
         (right, checked): (Access, bool),
         read: impl FnOnce(&Region, &Part) -> T,
-    ) -> Result<T> {
+    ) -> Result<Option<T>> {
         let refuse = |kind, why: &'static str| {
             Error::new(kind, "post")
                 .provider("libfabric")
@@ -131,6 +212,13 @@ impl Regions {
         let region = map.get(&desc.to_provider()).ok_or_else(|| {
             refuse(ErrorKind::NoRegion, "pass the descriptor of an open region of this domain")
         })?;
+        if matches!(region.kind, Kind::Staged(_)) {
+            let why = "keep the operands in host memory: staged copies cannot be atomic";
+            return match segment.len {
+                0 => Ok(None),
+                _ => Err(refuse(ErrorKind::Unsupported, why)),
+            };
+        }
         let inside = |part: &&Part| {
             let start = segment.address.0.checked_sub(part.range.start().0);
             start.is_some_and(|start| {
@@ -144,7 +232,7 @@ impl Regions {
             return Err(refuse(ErrorKind::AccessDenied, "register the memory with this right")
                 .context("needs", right));
         }
-        Ok(read(region, part))
+        Ok(Some(read(region, part)))
     }
 
     /// Removes a region.
@@ -152,11 +240,14 @@ impl Regions {
     /// # Errors
     /// InvalidArgument: the region is not open in this domain.
     pub(super) fn take(&self, region: ProviderRegion, operation: &'static str) -> Result<Region> {
-        self.map.write().remove(&region.token).ok_or_else(|| unknown(operation))
+        let taken = self.map.write().remove(&region.token).ok_or_else(|| unknown(operation))?;
+        self.count_staged(&taken, -1);
+        Ok(taken)
     }
 
     /// Puts a region back that [`Self::take`] removed.
     pub(super) fn put_back(&self, token: ProviderRegion, region: Region) {
+        self.count_staged(&region, 1);
         self.map.write().insert(token.token, region);
     }
 
@@ -167,9 +258,10 @@ impl Regions {
 
     pub(super) fn live(&self) -> LiveObjects {
         let map = self.map.read();
-        let parts = || map.values().flat_map(|region| &region.parts);
+        let own = |region: &&Region| !matches!(region.kind, Kind::Buffers);
+        let parts = || map.values().filter(own).flat_map(|region| &region.parts);
         let mut live = LiveObjects::default();
-        live.regions = map.len() as u64;
+        live.regions = map.values().filter(own).count() as u64;
         live.page_registrations = parts().count() as u64;
         live.bytes = parts().map(|part| part.range.len()).sum();
         live

@@ -3,10 +3,10 @@
 #![allow(unsafe_code, reason = "asks an endpoint for its atomics")]
 
 use hmem_core::{
-    Access, AddressRange, ErrorKind, IfaceKind, Result,
-    provider::MsgOrder,
+    Access, AddressRange, Error, ErrorKind, IfaceKind, LocalKey, Result,
     transfer::{AtomicOp, CompletionKind, LocalSegment, Operation, RemoteSegment, WorkRequest},
 };
+use hmem_p2p::staging::{LocalMemory, Transfer, staged_right};
 use smallvec::SmallVec;
 
 use super::{
@@ -26,6 +26,14 @@ pub(super) struct Planned {
     pub(super) copies: bool,
 }
 
+impl Planned {
+    /// Returns a value without parts, for a request that is divided later.
+    pub(super) fn none(kind: CompletionKind, bytes: u64) -> Self {
+        let (parts, local, copies) = (SmallVec::new(), LocalList::default(), false);
+        Self { kind, bytes, parts, local, copies }
+    }
+}
+
 /// Returns the data that libfabric carries for a write with immediate data. The length goes along
 /// in the upper half, because some providers do not report it.
 fn carried(data: u64, bytes: u64) -> u64 {
@@ -33,10 +41,69 @@ fn carried(data: u64, bytes: u64) -> u64 {
 }
 
 /// Returns the immediate data and the length in the data that [`carried`] returned. `reported` is
-/// the length that libfabric reports, or 0.
+/// the length that libfabric reports: that of the last part of the write, or 0.
 pub(super) fn received(carried: u64, reported: u64) -> (u64, u64) {
-    let bytes = if reported > 0 { reported } else { carried >> 32 };
-    (carried & u64::from(u32::MAX), bytes)
+    let (low, length) = (u64::from(u32::MAX), carried >> 32);
+    // The carried length lacks the upper bits of a write of 4 GiB or more.
+    let bytes = if reported & low == length { reported } else { length };
+    (carried & low, bytes)
+}
+
+/// Replaces the length that the parts of a write with immediate data carry by that of the whole
+/// write.
+pub(super) fn carry_length(planned: &mut Planned, bytes: u64) {
+    for (op, _) in &mut planned.parts {
+        if let PartOp::Write { data: Some(data), .. } = op {
+            *data = carried(*data & u64::from(u32::MAX), bytes);
+        }
+    }
+}
+
+/// Returns the transfer of a request that names bytes of staged memory, with the tokens of the
+/// regions that the request uses. Returns `None` for other requests.
+///
+/// # Errors
+/// - Unsupported: the operation is an atomic.
+/// - Those of [`LocalMemory::push_staged`], [`Transfer::new`] and [`Regions::staged`].
+///
+/// [`Regions::staged`]: super::region::Regions::staged
+pub(super) fn stage(
+    hub: &Hub,
+    request: &WorkRequest<'_>,
+) -> Result<Option<(Transfer, SmallVec<[u64; 2]>)>> {
+    if !hub.regions.has_staged() {
+        return Ok(None);
+    }
+    let Some(right) = staged_right(&request.operation) else { return Ok(None) };
+    let (mut memory, mut tokens) = (LocalMemory::default(), SmallVec::new());
+    for segment in request.local {
+        let staged = segment.desc.map(|desc| hub.regions.staged(desc, right)).transpose()?;
+        match staged.flatten() {
+            Some(region) => memory.push_staged(region, segment)?,
+            None => memory.push_plain(*segment),
+        }
+        tokens.extend(segment.desc.map(LocalKey::to_provider));
+    }
+    let Some((pool, buffers)) = hub.staging.buffers().filter(|_| memory.is_staged()) else {
+        return Ok(None);
+    };
+    match request.operation {
+        Operation::WriteImmediate { data, .. } | Operation::SendImmediate { data, .. } => {
+            hub.attr().check_data(data)?;
+        }
+        Operation::Send { invalidate: Some(_), .. } => return Err(no_windows()),
+        _ => {}
+    }
+    let transfer = Transfer::new(&pool, buffers, request, memory, hub.limits.vectors as u64)?;
+    if transfer.bytes() > hub.limits.longest && transfer.operation().remote().is_empty() {
+        let error = refuse(ErrorKind::MessageTooLong, "send a shorter message");
+        return Err(error.context("bytes", transfer.bytes()).context("limit", hub.limits.longest));
+    }
+    Ok(Some((transfer, tokens)))
+}
+
+fn no_windows() -> Error {
+    refuse(ErrorKind::Unsupported, "send without a window's key: libfabric has no memory windows")
 }
 
 /// Checks a request, and cuts it into parts.
@@ -60,10 +127,7 @@ pub(super) fn plan(
             rma(hub, local(Access::WRITE)?, remote, Some(data), true)
         }
         Operation::Read { remote } => rma(hub, local(Access::READ)?, remote, None, false),
-        Operation::Send { invalidate: Some(_), .. } => {
-            let why = "send without a window's key: libfabric has no memory windows";
-            Err(refuse(ErrorKind::Unsupported, why))
-        }
+        Operation::Send { invalidate: Some(_), .. } => Err(no_windows()),
         Operation::Send { tag, invalidate: None } => {
             let op = PartOp::Send { tag, data: None };
             whole(CompletionKind::Send, op, local(Access::SEND)?)
@@ -158,11 +222,6 @@ fn rma(
     }
     let cut = local.cut(&ranges, hub.limits.vectors, hub.limits.longest);
     let last = cut.len() - 1;
-    if data.is_some() && last > 0 && !hub.attr().order.intersects(MsgOrder::WAW | MsgOrder::RMA_WAW)
-    {
-        let why = "write with immediate data to one range: the provider does not order writes";
-        return Err(refuse(ErrorKind::Unsupported, why).context("parts", cut.len()));
-    }
     let parts = cut.into_iter().enumerate().map(|(at, (vectors, remote))| {
         let data = data.filter(|_| at == last).map(|data| carried(data, bytes));
         let op = if writes { PartOp::Write { remote, data } } else { PartOp::Read { remote } };

@@ -1,8 +1,6 @@
 //! Transfers between two processes over an installed libfabric (`HMEM_LIBFABRIC_LIBRARY`).
-//!
-//! The parent is the initiator. The child runs this binary again: it exposes memory, posts
-//! receives, and prints what happens. The parent sends it one command per line.
 
+mod target;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
 mod watchdog;
@@ -10,34 +8,25 @@ mod watchdog;
 use std::{
     collections::VecDeque,
     env, fs,
-    io::{BufRead, BufReader, Write, stdin},
-    process::{Child, ChildStdin, Command, ExitCode, Stdio},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+    process::{Child, ExitCode},
+    sync::{Arc, mpsc},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use hmem_conformance::stale::{ReusableMemory, StaleCounts};
 use hmem_core::{
-    Access, AddressRange, Addressing, Atomic, CacheAttr, Domain, DomainAttr, Endpoint, ErrorKind,
-    Promise, Raw, Region, Registry, RemoteKey, Result,
+    Access, AddressRange, Atomic, CacheAttr, Domain, DomainAttr, Endpoint, ErrorKind, Promise, Raw,
+    Region, Registry, Result,
     counter::Counter,
     provider::{CompletionQueue, EndpointAttr, ProgressModel, Provider},
     transfer::{AtomicOp, AtomicType, Completion, CompletionKind, EndpointName, PeerId},
 };
 use hmem_iface_system::System;
 use hmem_p2p::path::DefaultPathSelector;
-use hmem_provider_libfabric::{Libfabric, sys};
-use trials::{Outcome, Skipped, trials};
-
-/// Names the provider of a child process, with `+thread` for a progress thread.
-const CHILD: &str = "HMEM_FABRIC_CHILD";
-
-/// Limit for all tests together. A call of libfabric that never returns ends the process.
-const LIMIT: Duration = Duration::from_secs(400);
-
-/// Limit for one transfer.
-const SOON: Duration = Duration::from_secs(60);
+use hmem_provider_libfabric::Libfabric;
+use target::{CHILD, SOON, Target, build, commands, hex, pattern, providers, sum, turn, unhex};
+use trials::{Outcome, trials};
 
 /// The length of the exposed memory.
 const LEN: usize = 256 << 10;
@@ -48,49 +37,6 @@ const RECEIVES: u64 = 8;
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 const LOCAL: Access = Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
-
-fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    (0..len as u64).map(|at| (at.wrapping_mul(seed * 2 + 7) >> 3) as u8 ^ seed as u8).collect()
-}
-
-fn sum(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(17, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn unhex(text: &str) -> Vec<u8> {
-    let digits = text.as_bytes().chunks(2);
-    let byte = |pair| u8::from_str_radix(std::str::from_utf8(pair).expect("digits"), 16);
-    digits.map(|pair| byte(pair).expect("digits")).collect()
-}
-
-/// Waits until no other test runs: `Builder::build` changes the environment.
-fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    watchdog::start(LIMIT);
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn build(provider: &str, thread: bool) -> Result<Libfabric> {
-    let builder = Libfabric::builder().provider(provider).progress_thread(thread);
-    // SAFETY: the caller has its turn, so that no other thread uses the environment. The tests
-    // close regions without transfers in flight.
-    unsafe { builder.build() }
-}
-
-/// Returns the providers with RDM endpoints of this release. `tcp` alone has them since 2.0.
-fn providers() -> Result<Vec<&'static str>, Skipped> {
-    sys::Functions::find().map_err(|error| Skipped(error.to_string()))?;
-    let mut found = vec!["tcp;ofi_rxm", "shm"];
-    match build("tcp", false) {
-        Ok(_) => found.push("tcp"),
-        Err(error) => assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}"),
-    }
-    Ok(found)
-}
 
 /// One side of a connection.
 struct Side {
@@ -148,15 +94,7 @@ fn child(provider: &str) -> ExitCode {
     }
     println!("name {}", hex(&side.endpoint.name().0));
     println!("key {}", hex(&memory.key().expect("a key").to_bytes()));
-    let (commands, input) = mpsc::channel();
-    thread::spawn(move || {
-        for line in stdin().lock().lines() {
-            let Ok(line) = line else { return };
-            if commands.send(line).is_err() {
-                return;
-            }
-        }
-    });
+    let input = commands();
     let (mut peer, mut idle) = (None, false);
     loop {
         match input.try_recv() {
@@ -206,77 +144,6 @@ fn child(provider: &str) -> ExitCode {
     }
 }
 
-/// A child process with its memory.
-struct Target {
-    process: Child,
-    input: Option<ChildStdin>,
-    output: mpsc::Receiver<String>,
-    name: EndpointName,
-    key: RemoteKey,
-}
-
-impl Target {
-    fn start(provider: &str) -> Self {
-        let mut process = Command::new(env::current_exe().expect("this test"))
-            .env(CHILD, provider)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("start a child");
-        let (input, output) = (process.stdin.take(), process.stdout.take().expect("a pipe"));
-        let (lines, output_lines) = mpsc::channel();
-        thread::spawn(move || {
-            for line in BufReader::new(output).lines().map_while(std::result::Result::ok) {
-                if lines.send(line).is_err() {
-                    return;
-                }
-            }
-        });
-        let key = RemoteKey::new(Addressing::ZeroBased, hmem_core::Iova(0), 0, 0);
-        let name = EndpointName(Vec::new());
-        let mut this = Self { process, input, output: output_lines, name, key };
-        this.name = EndpointName(unhex(&this.line("name ")));
-        this.key = RemoteKey::from_bytes(&unhex(&this.line("key "))).expect("a key");
-        this
-    }
-
-    fn tell(&mut self, command: &str) {
-        writeln!(self.input.as_mut().expect("open"), "{command}").expect("the child reads");
-    }
-
-    /// Returns the rest of the next line, which begins with `start`.
-    fn line(&self, start: &str) -> String {
-        let line = self.output.recv_timeout(SOON).expect("a line of the child");
-        line.strip_prefix(start).unwrap_or_else(|| panic!("{start}: {line}")).to_owned()
-    }
-
-    /// Returns the next line, and makes the initiator's progress while the child prepares it.
-    fn line_while(&self, side: &Side, start: &str) -> String {
-        let end = Instant::now() + SOON;
-        loop {
-            match self.output.try_recv() {
-                Ok(line) => return line.strip_prefix(start).expect(&line).to_owned(),
-                Err(_) => drop(side.domain.progress()),
-            }
-            assert!(Instant::now() < end, "the child printed no {start}");
-            thread::yield_now();
-        }
-    }
-
-    fn end(mut self) {
-        self.input = None;
-        assert!(self.process.wait().expect("wait").success());
-    }
-}
-
-impl Drop for Target {
-    fn drop(&mut self) {
-        // A failed test leaves no child behind. A child that has ended cannot be killed.
-        let _ended = self.process.kill().is_err();
-        self.process.wait().expect("wait for the child");
-    }
-}
-
 fn write(
     side: &Side,
     from: &Region<Vec<u8>>,
@@ -310,7 +177,11 @@ fn verified_bytes_move_between_processes() -> Outcome {
                 (CompletionKind::Write, len as u64)
             );
             target.tell(&format!("sum {len}"));
-            assert_eq!(target.line_while(&side, "sum "), sum(&bytes).to_string(), "{name}: {len}");
+            assert_eq!(
+                target.line_while(&side.domain, "sum "),
+                sum(&bytes).to_string(),
+                "{name}: {len}"
+            );
             local.write(0, &vec![0; len]).expect("clear");
             let into = local.slice(0, len as u64).expect("inside");
             let from = target.key.slice(0, len as u64).expect("inside");
@@ -329,20 +200,20 @@ fn verified_bytes_move_between_processes() -> Outcome {
         assert_eq!(side.next().result.expect("write with data"), 300);
         let zeros = sum(&[0; 300]);
         let expected = format!("RemoteWrite 0 300 {} 0 {zeros}", 0xABCD_EF01_u32);
-        assert_eq!(target.line_while(&side, ""), expected, "{name}");
+        assert_eq!(target.line_while(&side.domain, ""), expected, "{name}");
         for (context, len) in [(1, 0), (2, 1), (3, INBOX)] {
             local.write(0, &pattern(context, len)).expect("write");
             let from = local.slice(0, len as u64).expect("inside");
             side.endpoint.send(&[from], None, peer, 4).expect("post");
             assert_eq!(side.next().result.expect("send"), len as u64);
             let expected = format!("Receive {context} {len} 0 0 {}", sum(&pattern(context, len)));
-            assert_eq!(target.line_while(&side, ""), expected, "{name}");
+            assert_eq!(target.line_while(&side.domain, ""), expected, "{name}");
         }
         for tag in [7, 6] {
             let from = local.slice(0, 10).expect("inside");
             side.endpoint.send(&[from], Some(tag), peer, 5).expect("post");
             side.next().result.expect("send with a tag");
-            let line = target.line_while(&side, "Receive ");
+            let line = target.line_while(&side.domain, "Receive ");
             assert!(line.starts_with(&format!("{tag} 10 0 {tag} ")), "{name}: {line}");
         }
         posted += 6;
@@ -355,7 +226,7 @@ fn verified_bytes_move_between_processes() -> Outcome {
         let mut found = [0; 100];
         inbox.read(0, &mut found).expect("read");
         assert_eq!(found.to_vec(), pattern(9, 100));
-        let line = target.line_while(&side, "Send 99 ");
+        let line = target.line_while(&side.domain, "Send 99 ");
         assert!(line.starts_with("100 "), "{line}");
         atomics(&side, &target, &local, peer, name);
         let [tx, rx] = &side.counters;

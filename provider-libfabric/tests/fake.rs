@@ -1,6 +1,8 @@
 //! Registration in a domain of a fake libfabric, for behaviour that no provider has on a machine
 //! without a NIC: endpoint binding, raw keys, device memory, dma-bufs and failing calls.
 
+mod device;
+
 use std::{
     any::Any,
     collections::VecDeque,
@@ -18,11 +20,12 @@ use std::{
     time::Duration,
 };
 
+use device::Device;
 use hmem_core::{
-    Access, Address, AddressRange, Allocation, AllocationKind, AuthKey, DeviceId, DmaBufOffset,
-    Domain, DomainAttr, ErrorKind, Iface, IfaceExt, IfaceKind, Iova, MrFlags, MrMode, Promise, Raw,
-    RawKey, Registry, Request, Result,
-    iface::{self, AllocRequest},
+    Access, Address, AddressRange, AllocationKind, AuthKey, DeviceId, DmaBufOffset, Domain,
+    DomainAttr, ErrorKind, Iface, IfaceExt, IfaceKind, Iova, MrFlags, MrMode, Promise, Raw, RawKey,
+    Registry, Request, Result,
+    iface::AllocRequest,
     provider::{Backing, Piece, Provider, Registration},
     registration::RegisteredMemory,
 };
@@ -420,35 +423,6 @@ fn raw_keys_are_those_of_libfabric() {
     let region = fake.domain().register(buffer(), Access::REMOTE_READ).expect("register");
     let error = FabricMr::of(&region).expect("keys").raw_key().expect_err("no raw keys");
     assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-}
-
-/// An iface of any kind over a simulated device.
-#[derive(Debug)]
-struct Device(IfaceKind, Simulated);
-
-// SAFETY: the simulated device answers every call. This type only changes the kind.
-unsafe impl Iface for Device {
-    fn kind(&self) -> IfaceKind {
-        self.0
-    }
-
-    fn name(&self) -> &str {
-        "device"
-    }
-
-    fn devices(&self) -> Result<Vec<iface::Device>> {
-        self.1.devices()
-    }
-
-    fn query(&self, address: Address) -> Result<Option<Allocation>> {
-        let found = self.1.query(address)?;
-        Ok(found.map(|allocation| Allocation { iface: self.0, ..allocation }))
-    }
-
-    unsafe fn copy(&self, to: Address, from: Address, len: u64) -> Result<()> {
-        // SAFETY: the caller upholds the contract of the method, which is the same here.
-        unsafe { self.1.copy(to, from, len) }
-    }
 }
 
 /// Registers a page of the second device as `backing` of the iface says, with the provider's own

@@ -1,5 +1,8 @@
-//! A NIC of a fake libfabric that needs LOCAL, ENDPOINT, PROV_KEY, VIRT_ADDR and ALLOCATED, which
-//! no provider needs on a machine without such hardware.
+//! NICs of a fake libfabric that need LOCAL, PROV_KEY, VIRT_ADDR and ALLOCATED, which no provider
+//! needs on a machine without such hardware. The first, `fake0`, needs ENDPOINT too. The second,
+//! `fake1`, orders nothing, moves bytes when the test says so, and refuses device memory.
+
+mod device;
 
 use std::{
     collections::VecDeque,
@@ -8,12 +11,15 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use device::Device;
 use hmem_core::{
-    Access, Domain, DomainAttr, Endpoint, ErrorKind, MemoryRegion, MrMode, RegionState, Registry,
-    provider::{CompletionQueue, EndpointAttr, Provider},
+    Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, ErrorKind, Iface,
+    IfaceKind, MemoryRegion, MrMode, Path, RegionState, Registry,
+    iface::AllocRequest,
+    provider::{CompletionQueue, EndpointAttr, MsgOrder, Provider, StagingAttr},
     transfer::{Completion, CompletionKind, LocalSegment, Operation, PeerId, WorkRequest},
 };
-use hmem_iface_system::System;
+use hmem_iface_system::{Simulated, System};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_libfabric::{Libfabric, sys};
 
@@ -23,6 +29,9 @@ const MODE: MrMode = MrMode::LOCAL
     .union(MrMode::VIRT_ADDR)
     .union(MrMode::ALLOCATED);
 
+/// The mode of the second NIC.
+const UNBOUND: MrMode = MODE.difference(MrMode::ENDPOINT);
+
 /// A write that the fake has taken.
 #[derive(Clone, Copy, Debug)]
 struct Posted {
@@ -30,6 +39,10 @@ struct Posted {
     len: usize,
     desc: usize,
     key: u64,
+    /// The first local range: its address and length.
+    from: (usize, usize),
+    to: u64,
+    data: Option<u64>,
 }
 
 /// The state of the fake library.
@@ -118,11 +131,18 @@ fn object(class: usize) -> sys::fid {
 unsafe extern "C" fn regattr(
     _: *mut sys::fid,
     attr: *const sys::fi_mr_attr,
-    _: u64,
+    flags: u64,
     out: *mut *mut sys::fid_mr,
 ) -> c_int {
     // SAFETY: the provider passes valid attributes.
-    assert_eq!(unsafe { (*attr).requested_key }, 0, "the NIC chooses the key");
+    let attr = unsafe { &*attr };
+    assert_eq!(attr.requested_key, 0, "the NIC chooses the key");
+    if flags & sys::FI_MR_DMABUF != 0 {
+        return -95;
+    }
+    if attr.iface != 0 {
+        return -38;
+    }
     let key = {
         let mut state = state();
         (state.next_key, state.regions) = (state.next_key + 1, state.regions + 1);
@@ -181,10 +201,24 @@ unsafe extern "C" fn writemsg(
             len: (*message.rma_iov).len,
             desc: (*message.desc).addr(),
             key: (*message.rma_iov).key,
+            from: ((*message.msg_iov).iov_base.expose_provenance(), (*message.msg_iov).iov_len),
+            to: (*message.rma_iov).addr,
+            data: (flags & sys::FI_REMOTE_CQ_DATA != 0).then_some(message.data),
         }
     };
     state.posted.push(posted);
     0
+}
+
+/// Moves the bytes of a posted write and completes it. Returns the data of the write.
+fn deliver(number: usize) -> Option<u64> {
+    let Posted { context, len, from, to, data, .. } = state().posted.remove(number);
+    assert_eq!(len, from.1, "one local range");
+    let source: *const u8 = ptr::with_exposed_provenance(from.0);
+    // SAFETY: the provider posted both ranges, and keeps them until the write completes.
+    unsafe { ptr::with_exposed_provenance_mut::<u8>(to as usize).copy_from(source, len) };
+    state().entries.push_back((context, 0));
+    data
 }
 
 unsafe extern "C" fn read(_: *mut sys::fid_cq, entries: *mut c_void, count: usize) -> isize {
@@ -317,7 +351,7 @@ unsafe extern "C" fn dupinfo(_: *const sys::fi_info) -> *mut sys::fi_info {
 /// The infos of the fake are never freed.
 unsafe extern "C" fn freeinfo(_: *mut sys::fi_info) {}
 
-/// Lists the NIC if its mode bits are offered.
+/// Lists the NICs whose mode bits are offered, and the second one with `FI_HMEM` too.
 unsafe extern "C" fn getinfo(
     _: u32,
     _: *const c_char,
@@ -328,20 +362,31 @@ unsafe extern "C" fn getinfo(
 ) -> c_int {
     // SAFETY: the provider passes hints of `dupinfo`, and room for the list.
     unsafe {
-        let mode = MODE.bits() as c_int;
         let offered = (*(*hints).domain_attr).mr_mode;
-        let caps = sys::FI_MSG | sys::FI_TAGGED | sys::FI_RMA;
-        if offered & mode != mode || (*hints).caps != caps {
+        let caps = (*hints).caps;
+        let plain = sys::FI_MSG | sys::FI_TAGGED | sys::FI_RMA;
+        assert_eq!((*hints).mode, sys::FI_CONTEXT | sys::FI_CONTEXT2);
+        let mut first = ptr::null_mut();
+        for (name, mode, all) in
+            [(c"fake1", UNBOUND, plain | sys::FI_HMEM), (c"fake0", MODE, plain)]
+        {
+            let mode = mode.bits() as c_int;
+            if offered & mode != mode || caps & !all != 0 {
+                continue;
+            }
+            let info = dupinfo(ptr::null());
+            ((*info).caps, (*info).next) = (caps, first);
+            let domain = &mut *(*info).domain_attr;
+            (domain.mr_mode, domain.mr_key_size) = (mode, 8);
+            (domain.threading, domain.cq_data_size) = (sys::FI_THREAD_DOMAIN, 8);
+            domain.name = name.as_ptr().cast_mut();
+            (*(*info).fabric_attr).prov_name = c"fake".as_ptr().cast_mut();
+            first = info;
+        }
+        if first.is_null() {
             return -sys::FI_ENODATA;
         }
-        assert_eq!((*hints).mode, sys::FI_CONTEXT | sys::FI_CONTEXT2);
-        let info = dupinfo(ptr::null());
-        (*info).caps = caps;
-        let domain = &mut *(*info).domain_attr;
-        (domain.mr_mode, domain.mr_key_size, domain.threading) = (mode, 8, sys::FI_THREAD_DOMAIN);
-        domain.name = c"fake0".as_ptr().cast_mut();
-        (*(*info).fabric_attr).prov_name = c"fake".as_ptr().cast_mut();
-        out.write(info);
+        out.write(first);
     }
     0
 }
@@ -361,7 +406,7 @@ fn provider() -> Libfabric {
             })
         })
     };
-    let builder = Libfabric::builder().functions(functions.expect("all functions"));
+    let builder = Libfabric::builder().functions(functions.expect("all functions")).dma_buf(true);
     // SAFETY: the caller has its turn, so that no other test uses the environment. The fake moves
     // no bytes.
     unsafe { builder.build() }.expect("build")
@@ -518,4 +563,131 @@ fn parts_that_the_nic_does_not_take_wait_in_order() {
         assert_eq!(done.result.expect_err("canceled").kind(), ErrorKind::Canceled);
     }
     region.close().expect("close");
+}
+
+/// Opens the second NIC, with a device that has the number of CUDA at libfabric.
+fn unordered() -> (Side, Arc<dyn Iface>) {
+    let simulated = Simulated::builder().peer_memory(true).build().expect("build the device");
+    let device: Arc<dyn Iface> = Arc::new(Device(IfaceKind::CUDA, simulated));
+    let mut registry = Registry::new();
+    registry.add(Arc::clone(&device)).expect("add the device");
+    registry.add(Arc::new(System::new())).expect("host memory");
+    let attr = DomainAttr {
+        nic: Some("fake:fake1".to_owned()),
+        mr_mode: UNBOUND,
+        staging: StagingAttr { buffer_len: 64, buffer_count: 8 },
+        ..DomainAttr::default()
+    };
+    let paths = Arc::new(DefaultPathSelector::new());
+    let domain = Domain::open(&provider(), Arc::new(registry), paths, attr).expect("open");
+    assert_eq!(domain.provider_attr().order, MsgOrder::empty());
+    let queue = domain.open_cq(64).expect("open a queue");
+    let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("open");
+    let peer = endpoint.resolve(&endpoint.name()).expect("resolve");
+    (Side { endpoint, queue, domain, peer }, device)
+}
+
+fn device_memory(device: &Arc<dyn Iface>, len: u64) -> DeviceBuffer {
+    let request = AllocRequest { len, device: DeviceId(0), kind: AllocationKind::Device };
+    DeviceBuffer::allocate(device, &request).expect("allocate")
+}
+
+/// FAB-07: the NIC finishes writes in any order. The data of a write with immediate data still
+/// follows all its bytes, which lie in several chunks or in several remote ranges.
+#[test]
+fn immediate_data_follows_the_bytes_on_a_nic_without_order() {
+    const LEN: u64 = 64 * 12 + 5;
+    let _turn = turn();
+    let (side, device) = unordered();
+    let staged = device_memory(&device, LEN);
+    let staged = side.domain.register(staged, Access::WRITE).expect("register");
+    let host = side.domain.register(vec![0_u8; LEN as usize], Access::WRITE).expect("register");
+    let far = vec![0_u8; LEN as usize];
+    let far = side.domain.register(far, Access::REMOTE_WRITE).expect("register");
+    let key = far.key().expect("a key");
+    let slice = |at, len| key.slice(at, len).expect("inside");
+    state().posted.clear();
+    for round in 0..40_u64 {
+        let bytes: Vec<_> = (0..LEN).map(|at| (at * 7 + round * 3 + 1) as u8).collect();
+        far.write(0, &vec![0; LEN as usize]).expect("clear");
+        let (from, to) = if round % 2 == 0 {
+            staged.write(0, &bytes).expect("write");
+            (staged.slice(0, LEN).expect("inside"), vec![slice(0, LEN)])
+        } else {
+            host.write(0, &bytes).expect("write");
+            let ranges = (0..4).map(|at| slice(at * 100, 100)).chain([slice(400, LEN - 400)]);
+            (host.slice(0, LEN).expect("inside"), ranges.collect())
+        };
+        side.endpoint.write_immediate(&[from], &to, round, side.peer, round).expect("post");
+        let (mut random, mut told, mut done) = (round, None, Vec::new());
+        while done.is_empty() {
+            done = side.read();
+            let posted = state().posted.len();
+            random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(11);
+            if posted > 0
+                && let Some(data) = deliver((random >> 33) as usize % posted)
+            {
+                assert_eq!(told.replace(data), None, "the data arrives once");
+                let mut found = vec![0; LEN as usize];
+                far.read(0, &mut found).expect("read");
+                assert!(found == bytes, "round {round}: the data arrived before the bytes");
+            }
+        }
+        assert_eq!(done[0].result.as_ref().ok(), Some(&LEN));
+        assert_eq!(told, Some(round | LEN << 32), "the data and the length");
+        assert_eq!(side.domain.live().staging_buffers, 0);
+    }
+}
+
+/// FAB-07: after a failure of one part, the NIC never gets the part with the data.
+#[test]
+fn immediate_data_of_a_failed_write_is_not_sent() {
+    let _turn = turn();
+    let (side, device) = unordered();
+    let staged =
+        side.domain.register(device_memory(&device, 256), Access::WRITE).expect("register");
+    let far = side.domain.register(vec![0_u8; 256], Access::REMOTE_WRITE).expect("register");
+    let key = far.key().expect("a key");
+    let (from, to) = (staged.slice(0, 256).expect("inside"), key.slice(0, 256).expect("inside"));
+    state().posted.clear();
+    side.endpoint.write_immediate(&[from], &[to], 1, side.peer, 1).expect("post");
+    // The chunk with the data waits for the three others.
+    while state().posted.len() < 3 {
+        assert!(side.read().is_empty());
+    }
+    let first = state().posted.remove(0).context;
+    state().entries.push_back((first, 5));
+    let mut done = side.read();
+    while done.is_empty() {
+        while !state().posted.is_empty() {
+            assert_eq!(deliver(0), None, "the data was sent");
+        }
+        done = side.read();
+    }
+    assert_eq!(done[0].result.as_ref().expect_err("failed").os_errno().map(|code| code.0), Some(5));
+    assert_eq!(side.domain.live().staging_buffers, 0);
+}
+
+/// FAB-10: libfabric is asked for the dma-buf and for peer memory first. The decision has both
+/// refusals.
+#[test]
+fn device_memory_is_staged_after_libfabric_has_refused_direct_paths() {
+    let _turn = turn();
+    let (side, device) = unordered();
+    let region = side.domain.register(device_memory(&device, 64), Access::READ).expect("register");
+    let decision = region.decision().expect("a decision");
+    assert_eq!(decision.path, Path::Staged);
+    for (path, number) in [(Path::DmaBuf, 95), (Path::PeerMemory, 38)] {
+        let attempt = decision.attempts.iter().find(|attempt| {
+            let error = attempt.error.as_ref();
+            attempt.path == path && error.is_some_and(|error| error.os_errno().is_some())
+        });
+        let attempt = attempt.unwrap_or_else(|| panic!("{path:?}: {decision:?}"));
+        assert!(attempt.driver_called && attempt.call.contains("regi"), "{attempt:?}");
+        assert_eq!(
+            attempt.error.as_ref().and_then(|error| error.os_errno()).map(|e| e.0),
+            Some(number)
+        );
+    }
+    assert_eq!(decision.attempts.last().map(|attempt| attempt.path), Some(Path::Staged));
 }

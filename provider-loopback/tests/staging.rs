@@ -79,7 +79,7 @@ fn messages_pass_between_staged_memory_of_both_sides() {
 /// BNC-01
 #[test]
 fn any_transfer_moves_the_bytes_of_a_plain_copy() {
-    anything_arrives(64, || {
+    anything_arrives(64, usize::MAX, || {
         let provider = Loopback::builder().build().expect("build the NIC");
         (Arc::new(provider) as Arc<dyn Provider>, None)
     });

@@ -327,6 +327,8 @@ pub struct EndpointAttr {
     /// - an atomic on several elements
     /// - a transfer of staged memory, into the chunks that the NIC transfers at once
     ///
+    /// Libfabric divides writes and reads likewise. A transfer of staged memory counts once there.
+    ///
     /// [`Domain::open_cq`]: crate::Domain::open_cq
     pub depth: usize,
 }

@@ -20,8 +20,9 @@
 //!
 //! A transfer needs no order from the NIC, with one exception. The bytes of RMA chunks have
 //! separate targets, each chunk is reported by itself, and a message is one chunk. The last chunk
-//! of a write with immediate data must not take effect before the other chunks. A provider whose
-//! NIC does not order writes posts it after the NIC has finished the others.
+//! of a write with immediate data must not take effect before the other chunks. Verbs orders
+//! writes. A provider whose NIC may not order writes posts that chunk after the NIC has finished
+//! the others.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -35,7 +35,7 @@ pub const fn staged_right(operation: &Operation<'_>) -> Option<Access> {
     })
 }
 
-/// Returns true if all bytes must be in one work request, as in a message.
+/// Returns true for a send or a receive. All bytes of such a request must be in one work request.
 const fn is_message(operation: &OwnedOperation) -> bool {
     matches!(operation, OwnedOperation::Send { .. } | OwnedOperation::Receive { .. })
 }

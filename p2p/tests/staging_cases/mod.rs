@@ -14,7 +14,7 @@ use hmem_core::{
     provider::{CompletionQueue, EndpointAttr, Provider, StagingAttr},
     transfer::{Completion, CompletionKind, PeerId, RemoteSegment},
 };
-use hmem_iface_system::{DeviceCall, Simulated};
+use hmem_iface_system::{DeviceCall, Simulated, Stepping};
 use hmem_p2p::path::DefaultPathSelector;
 use proptest::{prelude::*, test_runner::TestRunner};
 
@@ -303,10 +303,79 @@ pub(crate) fn lists_arrive(net: &Net, chunk: u64, longest: u64) {
     }
 }
 
+/// Returns a device that copies only when the test lets it.
+pub(crate) fn by_hand() -> Simulated {
+    Simulated::builder().stepping(Stepping::ByHand).build().expect("build the device")
+}
+
+/// BNC-01: the NIC sends one chunk of a transfer while other chunks are still copied. The device of
+/// `net` copies by hand.
+pub(crate) fn copies_and_wire_overlap(net: &Net) {
+    let chunk = net.staging.buffer_len as u64;
+    let len = chunk * 4;
+    let staged = net.near.device(&net.device, len, LOCAL).expect("stage device memory");
+    let far = net.far.host(len, LOCAL | REMOTE);
+    let bytes = pattern(len, 1);
+    staged.put(0, &bytes);
+    let key = far.region().key().expect("a key");
+    let remote = [RemoteSegment { address: key.base(), len, key: &key }];
+    net.near.endpoint.write(&[staged.slice(0, len)], &remote, net.peer, 5).expect("post");
+    // All four copies are started at once. The first chunk is sent while the others are copied.
+    assert_eq!(net.device.pending_copies(), 4);
+    let (mut out, mut there) = (Vec::new(), Vec::new());
+    for at in 0..4 {
+        assert!(net.device.step());
+        let from = at * chunk;
+        while far.get(from, chunk) != bytes[from as usize..][..chunk as usize] {
+            net.near.cq.read(&mut out, 1).expect("read completions");
+            net.far.cq.read(&mut there, 1).expect("read completions");
+            std::thread::yield_now();
+        }
+        assert_eq!(net.device.pending_copies() as u64, 3 - at);
+    }
+    out.extend(net.complete(1 - out.len(), 0).0);
+    assert_eq!(out.remove(0).result.expect("the write"), len);
+    net.assert_idle();
+}
+
+/// BNC-01: a message that is posted after a staged write of `len` bytes arrives after the write.
+/// `completed` gets the contexts 1 and 2 in the order of the completions.
+pub(crate) fn message_arrives_after_a_staged_write(
+    net: &Net,
+    len: u64,
+    completed: impl Fn(Vec<u64>),
+) {
+    let staged = net.near.device(&net.device, len, LOCAL).expect("stage device memory");
+    let (far, flag, host) =
+        (net.far.host(len, LOCAL | REMOTE), net.far.host(8, LOCAL), net.near.host(8, LOCAL));
+    let key = far.region().key().expect("a key");
+    for round in 0..10 {
+        let bytes = pattern(len, round);
+        staged.put(0, &bytes);
+        host.put(0, &round.to_le_bytes());
+        let remote = [RemoteSegment { address: key.base(), len, key: &key }];
+        net.far.endpoint.receive(&[flag.slice(0, 8)], None, 6).expect("post");
+        net.near.endpoint.write(&[staged.slice(0, len)], &remote, net.peer, 1).expect("post");
+        net.near.endpoint.send(&[host.slice(0, 8)], None, net.peer, 2).expect("post");
+        let (mut sent, mut received) = (Vec::new(), Vec::new());
+        while received.is_empty() {
+            net.near.cq.read(&mut sent, 2).expect("read completions");
+            net.far.cq.read(&mut received, 1).expect("read completions");
+        }
+        assert!(far.get(0, len) == bytes, "the message arrived before the write");
+        assert_eq!(flag.get(0, 8), round.to_le_bytes());
+        sent.extend(net.complete(2 - sent.len(), 0).0);
+        completed(sent.iter().map(|completion| completion.context).collect());
+        assert!(sent.into_iter().all(|completion| completion.result.is_ok()));
+    }
+    net.assert_idle();
+}
+
 /// Compares transfers with a plain copy. Sizes, chunks, buffers and latencies are random. All
-/// buffers are free afterwards.
+/// buffers are free afterwards. `segments` is the largest number of local segments in a message.
 pub(crate) fn anything_arrives(
     cases: u32,
+    segments: usize,
     provider: impl Fn() -> (Arc<dyn Provider>, Option<String>),
 ) {
     let mut runner = TestRunner::new(ProptestConfig {
@@ -340,7 +409,9 @@ pub(crate) fn anything_arrives(
                     at += skip + len;
                 }
                 let total: u64 = list.iter().map(|(_, _, len)| len).sum();
-                let message = total.div_ceil(chunk as u64) <= (slots - slots / 2) as u64 / 2;
+                let chunks = total.div_ceil(chunk as u64);
+                let fits = chunks <= (slots - slots / 2) as u64 / 2;
+                let message = fits && list.len() + chunks as usize <= segments;
                 let kind = if message { KINDS[kind] } else { KINDS[kind % 2] };
                 moves(&net, kind, &list, (&far, 3, total));
             }

@@ -8,16 +8,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use smallvec::SmallVec;
-
 use super::{
     super::{
-        endpoint_state::EndpointState,
+        endpoint_state::Waiting,
         hub::Hub,
-        part::Slot,
+        part::{PartOp, Slot},
         sys::{self, fi_cq_err_entry, fi_cq_tagged_entry},
     },
-    Engine,
+    Engine, canceled,
+    staged::{Round, Turn, turn},
 };
 
 /// Number of completions that one call reads.
@@ -43,60 +42,107 @@ impl Drop for Engine {
 }
 
 impl Engine {
-    /// Posts the waiting parts of an endpoint that libfabric takes now. A part that libfabric does
-    /// not take holds up the later parts to the same peer, so that their order is kept.
+    /// Posts the waiting parts of an endpoint that libfabric takes now, and advances its staged
+    /// requests. A part that libfabric does not take holds up the later parts to the same peer, so
+    /// that their order is kept.
     pub(super) fn flush(&mut self, hub: &Hub, id: u64) {
-        let Some(endpoint) = self.endpoints.get_mut(&id) else { return };
-        let EndpointState { objects, peers, waiting, .. } = endpoint;
-        let mut blocked: SmallVec<[Option<usize>; 4]> = SmallVec::new();
-        let mut failed: SmallVec<[(usize, c_int); 1]> = SmallVec::new();
-        let (parts, slots, requests) = (&mut self.parts, &self.slots, &self.requests);
-        waiting.retain(|index| {
-            let Some(part) = &mut parts[*index] else { return false };
-            let Some(request) = requests.get(&part.request) else { return false };
-            if blocked.contains(&request.peer) {
-                return true;
-            }
-            let returned = {
-                let _guard = hub.open.lock();
-                // SAFETY: the endpoint is open while it is in the table. Slots live as long as the
-                // engine. The caller of `post` promised local memory that is valid, or it is that
-                // of a region, which the count of uses keeps open.
-                unsafe { part.post(objects.endpoint, slots[*index]) }
+        let Some(endpoint) = self.endpoints.get(&id) else { return };
+        if endpoint.waiting.is_empty() {
+            return;
+        }
+        let mut round = Round::default();
+        for _ in 0..endpoint.waiting.len() {
+            let Some(endpoint) = self.endpoints.get_mut(&id) else { return };
+            let Some(waiting) = endpoint.waiting.pop_front() else { break };
+            let stays = match waiting {
+                Waiting::Part(index) => self.post_part(hub, id, index, &mut round),
+                Waiting::Staged(number) => self.step_staged(hub, id, number, &mut round),
             };
-            let mut peer = request.peer.map(|peer| &mut peers[peer]);
-            match returned as c_int {
-                0 => {
-                    part.posted = true;
-                    if let Some(peer) = &mut peer {
-                        (peer.posted, peer.blocked) = (peer.posted + 1, None);
-                    }
-                    false
+            if stays && let Some(endpoint) = self.endpoints.get_mut(&id) {
+                endpoint.waiting.push_back(waiting);
+            }
+        }
+        for (index, error) in round.failed {
+            self.part_failed(hub, index, error, 0);
+        }
+        for index in round.canceled {
+            let error = canceled(hub, "an earlier staged transfer failed");
+            self.part_ended(hub, index, Some(error));
+        }
+        for number in round.over {
+            self.staged_ended(hub, number);
+        }
+    }
+
+    /// Posts a part if libfabric takes it now. Returns true if the part waits on.
+    pub(super) fn post_part(
+        &mut self,
+        hub: &Hub,
+        id: u64,
+        index: usize,
+        round: &mut Round,
+    ) -> bool {
+        let Some(endpoint) = self.endpoints.get_mut(&id) else { return false };
+        let Some(part) = &mut self.parts[index] else { return false };
+        let Some(request) = self.requests.get(&part.request) else { return false };
+        if round.stopped.contains(&request.peer) {
+            round.canceled.push(index);
+            return false;
+        }
+        if round.blocked.contains(&request.peer) {
+            return true;
+        }
+        let carries_data = matches!(part.op, PartOp::Write { data: Some(_), .. });
+        if carries_data || request.chunk_of.is_some() {
+            match turn(&self.requests, request, carries_data, hub) {
+                Turn::Now => {}
+                Turn::Later => {
+                    round.blocked.push(request.peer);
+                    return true;
                 }
-                again if again == -sys::FI_EAGAIN => {
-                    let silent = peer.is_some_and(|peer| {
-                        let since = *peer.blocked.get_or_insert_with(Instant::now);
-                        let silent = peer.posted == 0 && since.elapsed() > CONNECT;
-                        if silent {
-                            peer.blocked = None;
-                        }
-                        silent
-                    });
-                    if silent {
-                        failed.push((*index, -sys::FI_ETIMEDOUT));
-                        return false;
-                    }
-                    blocked.push(request.peer);
-                    true
-                }
-                error => {
-                    failed.push((*index, error));
-                    false
+                Turn::Never => {
+                    round.canceled.push(index);
+                    return false;
                 }
             }
-        });
-        for (index, error) in failed {
-            self.part_failed(hub, index, error, 0);
+        }
+        let returned = {
+            let _guard = hub.open.lock();
+            // SAFETY: the endpoint is open while it is in the table. Slots live as long as the
+            // engine. The caller of `post` promised local memory that is valid, or it is that of a
+            // region, which the count of uses keeps open, or a staging buffer, which its transfer
+            // keeps.
+            unsafe { part.post(endpoint.objects.endpoint, self.slots[index]) }
+        };
+        let mut peer = request.peer.map(|peer| &mut endpoint.peers[peer]);
+        match returned as c_int {
+            0 => {
+                part.posted = true;
+                if let Some(peer) = &mut peer {
+                    (peer.posted, peer.blocked) = (peer.posted + 1, None);
+                }
+                false
+            }
+            again if again == -sys::FI_EAGAIN => {
+                let silent = peer.is_some_and(|peer| {
+                    let since = *peer.blocked.get_or_insert_with(Instant::now);
+                    let silent = peer.posted == 0 && since.elapsed() > CONNECT;
+                    if silent {
+                        peer.blocked = None;
+                    }
+                    silent
+                });
+                if silent {
+                    round.failed.push((index, -sys::FI_ETIMEDOUT));
+                    return false;
+                }
+                round.blocked.push(request.peer);
+                true
+            }
+            error => {
+                round.failed.push((index, error));
+                false
+            }
         }
     }
 

@@ -5,35 +5,32 @@
 
 mod calls;
 mod peers;
+mod receives;
+mod staged;
 
-use std::{
-    ffi::c_int,
-    mem, thread,
-    time::{Duration, Instant},
-};
+use std::{ffi::c_int, mem, sync::Arc, time::Instant};
 
 use hmem_core::{
     Error, ErrorKind, Result,
     transfer::{Completion, CompletionKind, Operation, PeerId, WorkRequest},
 };
+use hmem_p2p::staging::Transfer;
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
 use super::{
-    endpoint_state::{EndpointState, Peer},
+    endpoint_state::{EndpointState, Peer, Waiting},
     errors,
+    fellows::Closed,
     hub::Hub,
     objects::Objects,
     part::{Part, PartOp, Slot},
     plan::refuse,
-    request_plan::{plan, received},
+    request_plan::{Planned, plan, received, stage},
     sys::{self, fi_cq_tagged_entry},
 };
 
 use self::peers::unreachable_peer;
-
-/// Limit for the transfers that use a region when the region is closed.
-const CLOSE: Duration = Duration::from_secs(1);
 
 /// A request that was posted and has not ended.
 struct Request {
@@ -42,7 +39,7 @@ struct Request {
     kind: CompletionKind,
     /// The number of bytes that the completion reports.
     bytes: u64,
-    /// The parts that have not ended.
+    /// The number of parts that have not ended. 1 for a staged request.
     left: usize,
     /// The first error of a part.
     error: Option<Error>,
@@ -60,9 +57,47 @@ struct Request {
     suspicious: bool,
     /// The number of the question, for a request of the engine that asks if the peer lives.
     question: Option<(usize, Instant)>,
+    /// The transfer of a request that names staged memory. Its chunks are requests of their own.
+    staged: Option<Box<Transfer>>,
+    /// The number of chunks in flight of a staged request.
+    chunks: usize,
+    /// True once all chunks of a staged request are posted, or its failure has canceled the later
+    /// requests to the peer.
+    settled: bool,
+    /// The staged request and the chunk that this request moves; `None` for other requests.
+    chunk_of: Option<(u64, u64)>,
 }
 
 impl Request {
+    /// Creates a request of `parts` parts to `peer`, which is `None` for receives.
+    fn new(endpoint: u64, kind: CompletionKind, bytes: u64, peer: Option<usize>) -> Self {
+        Self {
+            endpoint,
+            context: 0,
+            kind,
+            bytes,
+            left: 1,
+            error: None,
+            tokens: SmallVec::new(),
+            peer,
+            tag: None,
+            data: None,
+            written: None,
+            arriving: false,
+            suspicious: false,
+            question: None,
+            staged: None,
+            chunks: 0,
+            settled: false,
+            chunk_of: None,
+        }
+    }
+
+    /// Returns true for a request of the application, and false for one of the engine.
+    fn of_application(&self) -> bool {
+        self.question.is_none() && self.chunk_of.is_none()
+    }
+
     fn receives(&self) -> bool {
         self.kind == CompletionKind::Receive
     }
@@ -132,11 +167,13 @@ impl Engine {
         {
             endpoint.peers[peer].check_open(hub)?;
         }
-        let object = endpoint.objects.endpoint;
-        let address = peer.map_or(sys::FI_ADDR_UNSPEC, |peer| endpoint.peers[peer].address);
-        let planned = plan(hub, request, object)?;
+        let staged = stage(hub, request)?;
+        let planned = match &staged {
+            Some((transfer, _)) => Planned::none(transfer.operation().kind(), transfer.bytes()),
+            None => plan(hub, request, endpoint.objects.endpoint)?,
+        };
         let side = endpoint.side(planned.kind);
-        let (count, depth) = (planned.parts.len(), side.depth);
+        let (count, depth) = (planned.parts.len().max(1), side.depth);
         if count > depth {
             let why = "post fewer or longer ranges, or open a deeper endpoint";
             return Err(refuse(ErrorKind::MessageTooLong, why)
@@ -149,45 +186,22 @@ impl Engine {
         }
         side.queue.reserve()?;
         side.in_flight += count;
-        let inject = planned.copies
-            && planned.local.host
-            && planned.bytes <= hub.limits.inject
-            && count == 1;
-        let tokens = planned.local.tokens;
-        for token in &tokens {
-            *self.uses.entry(*token).or_default() += 1;
-        }
         let untagged = matches!(request.operation, Operation::Receive { tag: None, .. });
-        let number = self.insert(Request {
-            endpoint: id,
-            context: request.context,
-            kind: planned.kind,
-            bytes: planned.bytes,
-            left: count,
-            error: None,
-            tokens,
-            peer,
-            tag: None,
-            data: None,
-            written: None,
-            arriving: false,
-            suspicious: false,
-            question: None,
-        });
-        for (op, local) in planned.parts {
-            self.wait(
-                id,
-                Part {
-                    request: number,
-                    peer: address,
-                    op,
-                    local,
-                    inject,
-                    posted: false,
-                    endpoint: id,
-                },
-            );
-        }
+        let mut entry = Request::new(id, planned.kind, planned.bytes, peer);
+        entry.context = request.context;
+        let number = match staged {
+            Some((transfer, tokens)) => {
+                (entry.staged, entry.tokens) = (Some(Box::new(transfer)), tokens);
+                let number = self.insert(entry);
+                self.endpoint(id)?.waiting.push_back(Waiting::Staged(number));
+                number
+            }
+            None => {
+                let (number, parts) = self.admit(hub, entry, planned);
+                self.endpoint(id)?.waiting.extend(parts.into_iter().map(Waiting::Part));
+                number
+            }
+        };
         if untagged {
             self.endpoint(id)?.receives.push_back(number);
         }
@@ -199,22 +213,51 @@ impl Engine {
     }
 
     fn insert(&mut self, request: Request) -> u64 {
+        for token in &request.tokens {
+            *self.uses.entry(*token).or_default() += 1;
+        }
         self.next += 1;
         self.requests.insert(self.next, request);
         self.next
     }
 
-    /// Puts a part into a slot, and at the end of the parts that wait for their post.
-    fn wait(&mut self, id: u64, part: Part) {
+    /// Adds a request with its parts. Returns its number, and the slots of the parts.
+    fn admit(
+        &mut self,
+        hub: &Hub,
+        mut request: Request,
+        planned: Planned,
+    ) -> (u64, SmallVec<[usize; 1]>) {
+        let (count, local) = (planned.parts.len(), planned.local);
+        let inject =
+            planned.copies && local.host && planned.bytes <= hub.limits.inject && count == 1;
+        (request.left, request.tokens) = (count, local.tokens);
+        let (endpoint, peer) = (request.endpoint, request.peer);
+        let peer = peer.and_then(|peer| Some(self.endpoints.get(&endpoint)?.peers[peer].address));
+        let peer = peer.unwrap_or(sys::FI_ADDR_UNSPEC);
+        let number = self.insert(request);
+        let part = |(op, local)| Part {
+            request: number,
+            peer,
+            op,
+            local,
+            inject,
+            posted: false,
+            endpoint,
+        };
+        let parts = planned.parts.into_iter().map(|planned| self.store(part(planned))).collect();
+        (number, parts)
+    }
+
+    /// Puts a part into a slot.
+    fn store(&mut self, part: Part) -> usize {
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Box::into_raw(Slot::new(self.slots.len())));
             self.parts.push(None);
             self.parts.len() - 1
         });
         self.parts[index] = Some(part);
-        if let Some(endpoint) = self.endpoints.get_mut(&id) {
-            endpoint.waiting.push_back(index);
-        }
+        index
     }
 
     /// Makes progress on all endpoints. Returns the number of requests that ended since the last
@@ -287,7 +330,7 @@ impl Engine {
         if let Some(error) = error {
             request.error.get_or_insert(error);
         }
-        let (kind, left, own) = (request.kind, request.left, request.question.is_none());
+        let (kind, left, own) = (request.kind, request.left, request.of_application());
         if own && let Some(endpoint) = self.endpoints.get_mut(&request.endpoint) {
             endpoint.side(kind).in_flight -= 1;
         }
@@ -350,6 +393,9 @@ impl Engine {
                 }
             }
         }
+        if let Some((number, chunk)) = request.chunk_of {
+            return self.chunk_ended(number, chunk, request, result.map(|(_, bytes, _)| bytes));
+        }
         let Some(endpoint) = self.endpoints.get_mut(&request.endpoint) else { return };
         if request.receives() {
             endpoint.receives.retain(|receive| *receive != number);
@@ -366,38 +412,6 @@ impl Engine {
         side.queue.push(completion);
     }
 
-    /// Gives receives to the writes with immediate data that have arrived: cancels them, so that no
-    /// message uses them.
-    fn consume_receives(&mut self, hub: &Hub, id: u64) {
-        loop {
-            let Some(endpoint) = self.endpoints.get_mut(&id) else { return };
-            let requests = &mut self.requests;
-            let usable = |number: &&u64| {
-                let request = requests.get(*number);
-                request.is_some_and(|request| request.written.is_none() && !request.arriving)
-            };
-            let Some(number) = endpoint.receives.iter().find(usable).copied() else { return };
-            let Some(written) = endpoint.written.pop_front() else { return };
-            let Some(request) = requests.get_mut(&number) else { return };
-            request.written = Some(written);
-            let of_request =
-                |part: &Option<Part>| part.as_ref().is_some_and(|part| part.request == number);
-            let Some(index) = self.parts.iter().position(of_request) else { return };
-            if endpoint.waiting.contains(&index) {
-                endpoint.waiting.retain(|waiting| *waiting != index);
-                self.part_failed(hub, index, -sys::FI_ECANCELED, 0);
-                continue;
-            }
-            if !self.cancel(hub, id, index) {
-                let Some(endpoint) = self.endpoints.get_mut(&id) else { return };
-                endpoint.written.push_front(written);
-                if let Some(request) = self.requests.get_mut(&number) {
-                    (request.written, request.arriving) = (None, true);
-                }
-            }
-        }
-    }
-
     /// Closes an endpoint. Its requests end as canceled.
     ///
     /// # Errors
@@ -412,8 +426,9 @@ impl Engine {
         let objects = mem::replace(&mut endpoint.objects, Objects::none());
         let number = endpoint.number;
         if hub.local_only {
-            let slots = self.bury_slots(id);
-            hub.fellows.bury(number, objects, slots, &hub.open);
+            let (slots, transfers) = (self.bury_slots(id), self.bury_transfers(hub, id));
+            hub.fellows
+                .bury(number, Closed { objects, slots, transfers, open: Arc::clone(&hub.open) });
         } else {
             let mut objects = objects;
             if let Err(error) = objects.close(&hub.open) {
@@ -435,10 +450,7 @@ impl Engine {
                 self.requests.remove(&number);
                 continue;
             }
-            let canceled = Error::new(ErrorKind::Canceled, "transfer")
-                .provider(hub.attr().nic.to_string())
-                .context("why", "its endpoint was closed");
-            self.finish(number, Err(canceled));
+            self.finish(number, Err(canceled(hub, "its endpoint was closed")));
         }
         for (index, part) in self.parts.iter_mut().enumerate() {
             let gone = part.as_ref().is_some_and(|part| part.endpoint == id);
@@ -450,46 +462,11 @@ impl Engine {
         self.endpoints.remove(&id);
         Ok(())
     }
+}
 
-    /// Waits until no request uses a region: cancels its receives, and makes progress.
-    ///
-    /// # Errors
-    /// Busy: transfers of the region have not ended in time.
-    pub(super) fn release(&mut self, hub: &Hub, token: u64) -> Result<()> {
-        let deadline = Instant::now() + CLOSE;
-        while self.uses.contains_key(&token) {
-            let of_region = |part: &Option<Part>| {
-                let part = part.as_ref()?;
-                let request = self.requests.get(&part.request)?;
-                let of_region = request.receives() && request.tokens.contains(&token);
-                of_region.then_some(request.endpoint)
-            };
-            let receives: Vec<_> = (0..)
-                .zip(&self.parts)
-                .filter_map(|(index, part)| Some((index, of_region(part)?)))
-                .collect();
-            for (index, id) in receives {
-                let Some(endpoint) = self.endpoints.get_mut(&id) else { continue };
-                if endpoint.waiting.contains(&index) {
-                    endpoint.waiting.retain(|waiting| *waiting != index);
-                    self.part_failed(hub, index, -sys::FI_ECANCELED, 0);
-                } else {
-                    self.cancel(hub, id, index);
-                }
-            }
-            self.ended += self.progress(hub);
-            if self.uses.contains_key(&token) {
-                if Instant::now() > deadline {
-                    let why = "wait for the completions of transfers that use the region, or close \
-                               their endpoint, and close the region then";
-                    return Err(Error::new(ErrorKind::Busy, "deregister")
-                        .provider(hub.attr().nic.to_string())
-                        .context("transfers", self.uses.get(&token).copied().unwrap_or(0))
-                        .remedy(why));
-                }
-                thread::yield_now();
-            }
-        }
-        Ok(())
-    }
+/// Returns the error of a request that this side canceled.
+fn canceled(hub: &Hub, why: &'static str) -> Error {
+    Error::new(ErrorKind::Canceled, "transfer")
+        .provider(hub.attr().nic.to_string())
+        .context("why", why)
 }

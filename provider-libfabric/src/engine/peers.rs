@@ -11,10 +11,12 @@ use smallvec::SmallVec;
 
 use super::{
     super::{
+        endpoint_state::Waiting,
         errors,
         hub::Hub,
-        part::{Part, PartOp},
+        part::PartOp,
         plan::{Local, Vectors},
+        request_plan::Planned,
         sys,
     },
     Engine, Request,
@@ -51,36 +53,17 @@ impl Engine {
         let desc = if hub.needs_desc() { own.desc } else { ptr::null_mut() };
         let local = Local { address, len: 8, desc };
         let remote = sys::fi_rma_iov { addr: alive.address, len: 8, key: alive.key };
-        let address = target.address;
-        let number = self.insert(Request {
-            endpoint: id,
-            context: 0,
-            kind: CompletionKind::Read,
-            bytes: 8,
-            left: 1,
-            error: None,
-            tokens: SmallVec::new(),
-            peer: Some(peer),
-            tag: None,
-            data: None,
-            written: None,
-            arriving: false,
-            suspicious: false,
-            question: Some((self.questions, since)),
-        });
-        let (op, local) = (PartOp::Read { remote }, Vectors::one(local));
-        self.wait(
-            id,
-            Part {
-                request: number,
-                peer: address,
-                op,
-                local,
-                inject: false,
-                posted: false,
-                endpoint: id,
-            },
-        );
+        let mut request = Request::new(id, CompletionKind::Read, 8, Some(peer));
+        request.question = Some((self.questions, since));
+        let mut planned = Planned::none(CompletionKind::Read, 8);
+        planned.parts.push((PartOp::Read { remote }, Vectors::one(local)));
+        let (_, parts) = self.admit(hub, request, planned);
+        if let Some(endpoint) = self.endpoints.get_mut(&id) {
+            // A staged request that waits for the answer holds up the requests behind it.
+            for index in parts {
+                endpoint.waiting.push_front(Waiting::Part(index));
+            }
+        }
         true
     }
 
@@ -165,7 +148,7 @@ impl Engine {
         for number in lost {
             let Some(request) = self.requests.get(&number) else { continue };
             let (id, kind, left) = (request.endpoint, request.kind, request.left);
-            let own = request.question.is_none();
+            let (own, question) = (request.of_application(), request.question.is_some());
             let peer = request.peer;
             let Some(endpoint) = self.endpoints.get_mut(&id) else { continue };
             if let Some(peer) = peer {
@@ -173,20 +156,25 @@ impl Engine {
             }
             // The slots of parts in flight stay in use until the endpoint closes.
             let (parts, free) = (&mut self.parts, &mut self.free);
-            endpoint.waiting.retain(|index| {
-                let of_other = parts[*index].as_ref().is_some_and(|part| part.request != number);
+            endpoint.waiting.retain(|waiting| {
+                let Waiting::Part(index) = *waiting else {
+                    return *waiting != Waiting::Staged(number);
+                };
+                let of_other = parts[index].as_ref().is_some_and(|part| part.request != number);
                 if !of_other {
-                    parts[*index] = None;
-                    free.push(*index);
+                    parts[index] = None;
+                    free.push(index);
                 }
                 of_other
             });
             if own {
                 endpoint.side(kind).in_flight -= left;
+            }
+            if question {
+                self.requests.remove(&number);
+            } else {
                 let cause = errors::call(&hub.attr().nic, "transfer", -sys::FI_ECONNRESET);
                 self.finish(number, Err(unreachable_peer(hub, cause)));
-            } else {
-                self.requests.remove(&number);
             }
         }
     }

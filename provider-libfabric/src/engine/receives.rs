@@ -1,0 +1,110 @@
+//! Receives: those that a peer's write consumes, and those of a region that is closed.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use hmem_core::{Error, ErrorKind, Result};
+use hmem_p2p::staging::FailedStep;
+
+use super::{
+    super::{endpoint_state::Waiting, hub::Hub, part::Part, sys},
+    Engine, canceled,
+};
+
+/// Limit for the transfers that use a region when the region is closed.
+const CLOSE: Duration = Duration::from_secs(1);
+
+impl Engine {
+    /// Gives receives to the writes with immediate data that have arrived: cancels them, so that no
+    /// message uses them.
+    pub(super) fn consume_receives(&mut self, hub: &Hub, id: u64) {
+        loop {
+            let Some(endpoint) = self.endpoints.get_mut(&id) else { return };
+            let requests = &mut self.requests;
+            let usable = |number: &&u64| {
+                let request = requests.get(*number);
+                request.is_some_and(|request| request.written.is_none() && !request.arriving)
+            };
+            let Some(number) = endpoint.receives.iter().find(usable).copied() else { return };
+            let Some(written) = endpoint.written.pop_front() else { return };
+            let Some(request) = requests.get_mut(&number) else { return };
+            request.written = Some(written);
+            if !self.cancel_receive(hub, id, number) {
+                let Some(endpoint) = self.endpoints.get_mut(&id) else { return };
+                endpoint.written.push_front(written);
+                if let Some(request) = self.requests.get_mut(&number) {
+                    (request.written, request.arriving) = (None, true);
+                }
+            }
+        }
+    }
+
+    /// Cancels a receive. Returns false if a message is arriving.
+    pub(super) fn cancel_receive(&mut self, hub: &Hub, id: u64, number: u64) -> bool {
+        let chunk = self
+            .requests
+            .iter()
+            .find(|(_, request)| request.chunk_of.is_some_and(|(receive, _)| receive == number));
+        let chunk = chunk.map(|(chunk, _)| *chunk);
+        let Some(request) = self.requests.get_mut(&number) else { return false };
+        let mut posted = number;
+        if let Some(transfer) = &mut request.staged {
+            match chunk {
+                Some(chunk) => posted = chunk,
+                None if transfer.pipeline().has_begun() => return false,
+                None => {
+                    let error = canceled(hub, "the receive was canceled");
+                    transfer.pipeline_mut().fail(FailedStep::NicTransfer, error);
+                    return true;
+                }
+            }
+        }
+        let of_request =
+            |part: &Option<Part>| part.as_ref().is_some_and(|part| part.request == posted);
+        let Some(index) = self.parts.iter().position(of_request) else { return false };
+        let Some(endpoint) = self.endpoints.get_mut(&id) else { return false };
+        if endpoint.waiting.contains(&Waiting::Part(index)) {
+            endpoint.waiting.retain(|waiting| *waiting != Waiting::Part(index));
+            self.part_failed(hub, index, -sys::FI_ECANCELED, 0);
+            return true;
+        }
+        self.cancel(hub, id, index)
+    }
+
+    /// Waits until no request uses a region: cancels its receives, and makes progress. Staged
+    /// requests that use the region fail at once, because the region is closed.
+    ///
+    /// # Errors
+    /// Busy: transfers of the region have not ended in time.
+    pub(in super::super) fn release(&mut self, hub: &Hub, token: u64) -> Result<()> {
+        let deadline = Instant::now() + CLOSE;
+        self.abandon_staged(hub, token);
+        while self.uses.contains_key(&token) {
+            let receives = self.requests.iter().filter(|(_, request)| {
+                let own = request.chunk_of.is_none();
+                own && request.receives() && request.tokens.contains(&token)
+            });
+            let mut receives: Vec<_> =
+                receives.map(|(number, request)| (*number, request.endpoint)).collect();
+            receives.sort_unstable();
+            for (number, id) in receives {
+                self.cancel_receive(hub, id, number);
+            }
+            self.ended += self.progress(hub);
+            if self.uses.contains_key(&token) {
+                if Instant::now() > deadline {
+                    let why = "wait for the completions of transfers that use the region, or close \
+                               their endpoint, and close the region then";
+                    return Err(Error::new(ErrorKind::Busy, "deregister")
+                        .provider(hub.attr().nic.to_string())
+                        .context("transfers", self.uses.get(&token).copied().unwrap_or(0))
+                        .remedy(why));
+                }
+                thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+}
