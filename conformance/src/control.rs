@@ -1,4 +1,5 @@
-//! Control of tests over a back end: calls that wait or fail, and counts of calls.
+//! The means by which a test controls a back end: the test makes a call of the back end wait or
+//! fail, and counts calls.
 
 use std::fmt::Debug;
 

@@ -25,9 +25,10 @@ named_enum! {
         /// Exporting a range of several physical segments as one dma-buf. If a single segment is
         /// refused with the same error, the step is [`Step::Export`] instead.
         ExportWhole = "export of several segments in one",
-        /// Exporting the memory in one unit ([`ExportUnit`](crate::path::ExportUnit)), or
-        /// registering that export. A refusal names this step if an export in another unit worked
-        /// afterwards. Otherwise it names [`Step::Export`] or [`Step::Register`].
+        /// Exporting the memory as a range, a segment or a whole allocation
+        /// ([`ExportUnit`](crate::path::ExportUnit)), or registering that export. A refusal names
+        /// this step if an export in another unit worked afterwards. Otherwise it names
+        /// [`Step::Export`] or [`Step::Register`].
         ExportUnit = "export in one unit",
         /// Exporting the memory as a dma-buf, or opening it to peer-memory clients.
         Export = "export",

@@ -209,7 +209,7 @@ impl<C: CallKind> Faults<C> {
     }
 }
 
-/// The stage of a gate.
+/// The progress of a call that a test holds by a [`Gate`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Stage {
     /// No call has reached the gate.

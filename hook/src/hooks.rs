@@ -258,7 +258,8 @@ impl<T: HasTable> Hooks<T> {
         self.patches.entries()
     }
 
-    /// Returns the subscribers of all monitors that share the registry in this process.
+    /// Returns the subscribers of these hooks. All monitors of the process that use the hooks share
+    /// the list.
     #[must_use]
     pub fn subscribers(&self) -> &Subscribers<T> {
         &self.process.subscribers

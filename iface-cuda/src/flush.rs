@@ -1,13 +1,14 @@
-//! Flush of inbound writes: makes them visible to work that a device starts next (HM-14).
+//! Flush of inbound writes: makes them visible to work that a device starts next.
 //!
 //! `cuda.h`: `cuFlushGPUDirectRDMAWrites` blocks until the writes are visible "to the target
 //! context", and the only target is the current context. So this module calls it in each context
 //! whose memory was exported to a NIC, and in the device's primary context if the process has it.
 //!
 //! The application may destroy its contexts at any time, and a destroyed context must not be passed
-//! to the driver. Destroying a context frees its memory, and the driver never reuses an identity.
-//! So a context is alive if the driver still knows memory of the context under the identity that
-//! the memory had at its export. This module calls that memory the context's witness.
+//! to the driver. So this module checks first that the context is alive. It remembers the exported
+//! allocations of each context, its witnesses, with their identities ([`AllocationId`]). The driver
+//! frees these allocations with the context, and never reuses an identity. So a context is alive
+//! while the driver still knows one of its witnesses under the same identity.
 
 #![allow(unsafe_code, reason = "calls the driver to flush inbound writes")]
 

@@ -113,7 +113,7 @@ impl IfaceErrors {
     /// Takes ownership of the fd that a successful driver call returned, and sets `FD_CLOEXEC`.
     ///
     /// # Errors
-    /// - Driver if the fd is negative.
+    /// - [`ErrorKind::Driver`](hmem_core::ErrorKind::Driver) if the fd is negative.
     /// - Otherwise the error of `fcntl`.
     ///
     /// # Safety

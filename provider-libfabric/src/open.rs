@@ -1,4 +1,4 @@
-//! [`OpenDomain`]: an open `fid_domain`, with the lock and the calls that need one.
+//! [`OpenDomain`]: an open `fid_domain` with its lock, and the calls that need an open domain.
 
 #![allow(unsafe_code, reason = "calls the tables of libfabric's objects")]
 
@@ -51,7 +51,8 @@ unsafe impl Send for OpenDomain {}
 // The owner is Sync and never accessed.
 unsafe impl Sync for OpenDomain {}
 
-/// A forked child leaks the owner, which could close the parent's domain.
+/// Drops the value that keeps the domain open, which may close the domain. A forked child leaks
+/// that value instead: the domain belongs to its parent.
 impl Drop for OpenDomain {
     fn drop(&mut self) {
         if !self.process.is_current() {

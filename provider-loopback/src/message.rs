@@ -130,9 +130,10 @@ pub(super) fn send(
 
 /// Executes a write with immediate data by calling `write`.
 ///
-/// Returns the length of the write, or `None` if the peer has neither a receive nor room for the
-/// data. Finds the receive before a byte moves, so that a write that has to wait for a receive is
-/// not executed twice. If `write` fails, returns its error and puts the receive back.
+/// Returns the length of the write. Returns `None` if the peer has posted no receive and its queue
+/// of unreceived data is full: the caller tries again later. The receive is found before a byte
+/// moves, so that such a repeated write moves its bytes once. If `write` fails, returns its error
+/// and puts the receive back.
 pub(super) fn write(
     sender: &EndpointState,
     work: &Work,

@@ -139,7 +139,8 @@ impl DomainState {
     ///
     /// - A NIC that pins pages pins all pages of the range. With MMU_NOTIFY it pins only the
     ///   present pages, because the application announces the others later.
-    /// - Another NIC populates the pages in ALLOCATED mode.
+    /// - A NIC that does not pin populates the pages in ALLOCATED mode, and otherwise leaves them
+    ///   as they are.
     ///
     /// # Errors
     /// BadAddress: a page is not mapped, or does not permit the accesses of the region's rights.

@@ -269,8 +269,9 @@ impl Endpoint {
     }
 
     /// Reads the completions of both queues from the NIC and stores them for the application.
-    /// Callers of [`Endpoint::flush`] first call this method. So a request that has already ended
-    /// keeps its result, and no received message is lost.
+    /// Callers of [`Endpoint::flush`] first call this method, because `flush` ends all requests
+    /// that have no stored completion as cancelled. So a request that the NIC has executed keeps
+    /// its result, and no received message is lost.
     ///
     /// Does nothing if the endpoint was never connected. The caller must not hold the lock of the
     /// poster.

@@ -134,9 +134,9 @@ impl MemoryRegion {
     /// 2. a type 1 window, whose key works through every endpoint of the domain
     /// 3. a sub-region
     ///
-    /// If the call tries a window, the region needs [`Access::MW_BIND`]. The call tries a window if
-    /// the NIC has windows and the domain is not in RAW mode. A sub-region that is the first choice
-    /// (next paragraph) needs no such right.
+    /// A window needs a region with [`Access::MW_BIND`]. The call tries no window in RAW mode,
+    /// because windows have plain keys, nor on a NIC without windows, nor if a sub-region is the
+    /// first choice (below).
     ///
     /// **Some NICs do not enforce the bounds of windows** ([`Windows::enforces_bounds`]). On these
     /// NICs, a sub-region is the first choice for a part of a region. A window is used only if the

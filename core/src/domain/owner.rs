@@ -26,8 +26,9 @@ pub(super) struct Claim {
     flags: MrFlags,
 }
 
-/// The actual owner of memory, with which a claim is compared. A dma-buf cannot be queried, so its
-/// owner is the one that the request for the dma-buf named.
+/// The actual owner of memory, with which the owner that the application names in a request is
+/// compared. The owner of a dma-buf cannot be queried. For a dma-buf this value is the owner that
+/// the request names.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     iface: IfaceKind,

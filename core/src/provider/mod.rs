@@ -5,9 +5,10 @@
 //! depend on its own state (its keys, its pages) and returns typed errors.
 //!
 //! A [`ProviderDomain`] has four required methods, with which it registers memory. Each optional
-//! ability of a NIC is a facet: a small trait, which the domain returns if it has the ability. The
-//! first facet is [`Transport`], for completion queues and endpoints. If a facet is missing, the
-//! core returns the error to the caller. [`Features::of`] lists the facets of a domain.
+//! ability of a NIC is a facet: a small trait, which the domain returns if it has the ability.
+//! [`Transport`], for example, is the facet for completion queues and endpoints. If an application
+//! calls a function whose facet is missing, the core returns an error of the kind
+//! [`Unsupported`](crate::ErrorKind::Unsupported). [`Features::of`] lists the facets of a domain.
 
 mod attr;
 mod facets;

@@ -37,8 +37,8 @@ pub struct ExplainRequest {
 }
 
 impl ExplainRequest {
-    /// Creates a request for one page of the iface's first device, the first NIC and the default
-    /// policy.
+    /// Creates a request with these defaults: one page of memory on the iface's first device, the
+    /// first NIC, and the default policy.
     #[must_use]
     pub fn new(iface: IfaceKind) -> Self {
         let size = rustix::param::page_size() as u64;

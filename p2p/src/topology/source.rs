@@ -231,8 +231,9 @@ impl Source {
         matches!(self, Self::Folder { live: true, .. })
     }
 
-    /// Returns the error for a failed read of the file at `path`. An error without a number of the
-    /// operating system comes from this module and describes a malformed file.
+    /// Returns the error for a failed read of the file at `path`. Its kind follows from the errno
+    /// of `error`. An `error` without an errno comes from this module, and means that the file is
+    /// malformed.
     fn failed(&self, path: &str, error: &io::Error) -> Error {
         if let Some(problem) = error.get_ref() {
             return self.malformed(path, problem);

@@ -77,8 +77,8 @@ impl IndirectMemory for DeviceMemory {
     }
 }
 
-/// Creates the memory of a staged piece of a region. `iface` owns the memory at the addresses of
-/// `range`.
+/// Describes memory that the NIC reaches only through staging buffers: the addresses of `range`,
+/// and the iface that copies from and to them. Allocates nothing.
 pub(in super::super) fn staged(
     iface: &Arc<dyn Iface>,
     range: AddressRange,

@@ -67,7 +67,7 @@ impl LeaseSlot {
         self.entry.store(entry, Ordering::Release);
     }
 
-    /// Counts a hit with this slot.
+    /// Adds one to the number of hits that took their lease from this slot.
     #[inline(always)]
     pub(in crate::cache) fn count_hit(&self) {
         self.hits.store(self.hits.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
