@@ -94,7 +94,7 @@ impl LinkSide {
     }
 
     /// Registers a part of the test's memory: as memory that the region owns after
-    /// [`owning`](Self::owning), and otherwise by its addresses. Binds and enables the region if
+    /// `owning`, and otherwise by its addresses. Binds and enables the region if
     /// the mode requires it.
     pub fn expose(&self, range: AddressRange, access: Access) -> Exposed {
         if self.owned {
