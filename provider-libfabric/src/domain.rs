@@ -94,6 +94,7 @@ impl FabricDomain {
             limits: entry.limits(),
             entry,
             fellows: Arc::clone(&listing.fellows),
+            verbs: layers.split(';').any(|layer| layer == "verbs"),
             local_only: layers.split(';').any(|layer| matches!(layer, "shm" | "sm2")),
             alive,
             staging: Staging::new(staging),
@@ -247,10 +248,10 @@ impl FabricDomain {
         let undescribed =
             open.own && open.attr.mr_mode & sys::FI_MR_LOCAL == 0 && iface == sys::FI_HMEM_SYSTEM;
         let local = access_bits(LOCAL_RIGHTS);
-        // `ofi_rxm` cannot keep two regions without remote rights, so this one gets the rights that
-        // it turns to remote ones, and a key that nobody knows.
-        let hidden = undescribed && attr.access & !local == 0;
-        if hidden {
+        // Peers get a number that is no key, since `ofi_rxm` turns local rights to remote ones. It
+        // cannot keep two regions without remote rights, so an undescribed one gets local rights.
+        let hidden = open.own && attr.access & !local == 0;
+        if undescribed && hidden {
             attr.access = local;
         } else if undescribed {
             attr.access &= !local;

@@ -8,6 +8,9 @@ use super::sys::{FI_EBADFLAGS, FI_EDOMAIN, FI_ENOKEY, FI_ENOMR, FI_EOPBADSTATE, 
 
 const EKEYREJECTED: c_int = 129;
 
+/// The number with which the verbs provider reports a failed work completion.
+pub(super) const EIO: c_int = 5;
+
 /// Numbers of the operating system for a connection that cannot be made or was lost: EPIPE,
 /// ENETDOWN to ENETRESET, ECONNABORTED, ECONNRESET, ENOTCONN to ECONNREFUSED without ETOOMANYREFS,
 /// EHOSTDOWN and EHOSTUNREACH.
@@ -18,6 +21,37 @@ const LOST: [c_int; 11] = [32, 100, 101, 102, 103, 104, 107, 108, 110, 112, 113]
 pub(super) fn call(nic: impl ToString, operation: &'static str, returned: c_int) -> Error {
     let errno = Errno(returned.saturating_neg());
     Error::new(kind(errno), operation).errno(errno).provider(nic.to_string())
+}
+
+/// Returns the error of a transfer that ended with a negated error number. `verbs` is true if
+/// `prov_errno` is the status of a work completion (`enum ibv_wc_status`) for the number [`EIO`].
+pub(super) fn transfer(
+    nic: impl ToString,
+    returned: c_int,
+    prov_errno: c_int,
+    verbs: bool,
+) -> Error {
+    const ACCESS_REFUSED: c_int = 10;
+    const NO_ANSWER: c_int = 12;
+    const NO_RECEIVE: c_int = 13;
+    let (own, why) = match prov_errno {
+        ACCESS_REFUSED if verbs && returned == -EIO => (
+            Some(ErrorKind::AccessDenied),
+            "use a valid key, a range inside the region and a right that it grants: the peer's \
+             NIC refused the access",
+        ),
+        NO_ANSWER | NO_RECEIVE if verbs && returned == -EIO => (
+            Some(ErrorKind::Unreachable),
+            "check that the peer's process runs, and the network: the peer does not answer",
+        ),
+        _ => (None, ""),
+    };
+    let errno = Errno(returned.saturating_neg());
+    let error = Error::new(own.unwrap_or_else(|| kind(errno)), "transfer")
+        .errno(errno)
+        .provider(nic.to_string())
+        .context("prov_errno", prov_errno);
+    if why.is_empty() { error } else { error.remedy(why) }
 }
 
 /// Numbers below 256 are those of the operating system.
@@ -80,6 +114,16 @@ mod tests {
         ] {
             let error = call("libfabric/tcp:lo", "fi_mr_regattr", -number);
             assert_eq!((error.kind(), error.os_errno()), (expected, Some(Errno(number))));
+        }
+        for (status, verbs, expected) in [
+            (10, true, ErrorKind::AccessDenied),
+            (12, true, ErrorKind::Unreachable),
+            (13, true, ErrorKind::Unreachable),
+            (4, true, Errno(EIO).kind()),
+            (10, false, Errno(EIO).kind()),
+        ] {
+            let error = transfer("libfabric/verbs;ofi_rxm:rxe0", -EIO, status, verbs);
+            assert_eq!((error.kind(), error.os_errno()), (expected, Some(Errno(EIO))), "{status}");
         }
         assert_eq!(call("libfabric/tcp:lo", "fi_close", c_int::MIN).kind(), ErrorKind::Driver);
     }

@@ -66,6 +66,9 @@ pub(super) struct Hub {
     /// True for a provider that reaches this machine only, through shared memory. Such a provider
     /// does not report the end of a peer.
     pub(super) local_only: bool,
+    /// True for a provider over verbs, which reports the status of work completions. The connection
+    /// has then ended.
+    pub(super) verbs: bool,
     /// The exposed memory with its registration. `None` if the mode binds regions to endpoints.
     pub(super) alive: Option<(AliveMemory, Part)>,
     pub(super) staging: Staging,

@@ -54,8 +54,11 @@
 //! - A request is cut into parts of one remote range. A part that libfabric does not take yet waits
 //!   in the provider, and progress posts it.
 //! - libfabric's writes with data consume no receive. The provider cancels the peer's next receive
-//!   and reports it as consumed. It has 32 bits of immediate data; the upper half carries the
-//!   length.
+//!   and reports it as consumed. It has 32 bits of immediate data. Of 64 bits, the upper half
+//!   carries the length. With 32 bits (verbs), libfabric reports the length since 1.18, and such a
+//!   write is refused if it needs several calls.
+//! - Over `verbs`, a refused access ends the connection. libfabric connects again since 1.19; until
+//!   then the endpoint reaches that peer no more.
 //! - Providers over TCP end the connection if the target refuses an access, which looks like the
 //!   end of the peer. The name of an endpoint has the key of 8 bytes in its domain. The provider
 //!   reads them after such a failure, and so tells a refusal from a dead peer.

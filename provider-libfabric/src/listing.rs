@@ -34,6 +34,9 @@ use super::{
 /// The newest API version that the provider asks for. It is the first with dma-bufs.
 const API: u32 = sys::version(1, 20);
 
+/// The API version since which `ofi_rxm` reports the length of a peer's write with data.
+const REPORTED_LENGTHS: u32 = sys::version(1, 18);
+
 /// The mode bits that the provider offers to libfabric. It binds and enables regions for ENDPOINT,
 /// and passes the other bits on to the application.
 const OFFER: c_int = sys::FI_MR_LOCAL
@@ -100,7 +103,10 @@ impl Entry {
     pub(super) fn limits(&self) -> Limits {
         let info = self.info();
         // SAFETY: `fi_getinfo` returned the entry with all structs.
-        unsafe { Limits::of(&*info.tx_attr, &*info.rx_attr, (*info.ep_attr).max_msg_size) }
+        unsafe {
+            let (longest, data) = ((*info.ep_attr).max_msg_size, (*info.domain_attr).cq_data_size);
+            Limits::of(&*info.tx_attr, &*info.rx_attr, longest, data)
+        }
     }
 
     fn names(&self) -> Option<Names> {
@@ -319,8 +325,9 @@ impl Listing {
         let endpoint = MrMode::from_bits_truncate(domain.mr_mode.unsigned_abs()) & MrMode::ENDPOINT;
         attr.provider_attr.required_mr_mode |= endpoint;
         attr.provider_attr.basic_mr_mode |= endpoint;
-        // The upper half of the data carries the length of a write.
-        attr.provider_attr.cq_data_size = if domain.cq_data_size >= 8 { 4 } else { 0 };
+        // The upper half of the data carries the length of a write, unless libfabric reports it.
+        let reported = if self.api >= REPORTED_LENGTHS { 4 } else { 8 };
+        attr.provider_attr.cq_data_size = if domain.cq_data_size >= reported { 4 } else { 0 };
         // The staging buffers serve all endpoints, and are bound to none. So in both modes together
         // their descriptor would not be valid.
         let bound = sys::FI_MR_ENDPOINT | sys::FI_MR_LOCAL;

@@ -94,7 +94,15 @@ impl Objects {
             let flags = sys::FI_TRANSMIT | sys::FI_RECV;
             call("fi_ep_bind", bind.map(|bind| bind(endpoint, self.queue.cast(), flags)))?;
             call("fi_ep_bind", bind.map(|bind| bind(endpoint, self.addresses.cast(), 0)))?;
-            open.control("fi_enable", endpoint, (sys::FI_ENABLE, none))
+            let enabled = open.control("fi_enable", endpoint, (sys::FI_ENABLE, none));
+            enabled.map_err(|error| match error.kind() {
+                // `ofi_rxm` opens one queue for the requests of all peers here.
+                ErrorKind::InvalidArgument => error.remedy(
+                    "lower the number of peers in FI_UNIVERSE_SIZE (256 by default): the NIC may \
+                     not have a completion queue that long",
+                ),
+                _ => error,
+            })
         }
     }
 

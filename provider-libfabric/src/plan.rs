@@ -25,15 +25,23 @@ pub(super) struct Limits {
     pub(super) inject: u64,
     /// The largest number of calls in flight: transmits and receives.
     pub(super) depths: [usize; 2],
+    /// True if the data of a write has room for its length, beside the 32 bits of the application.
+    pub(super) carries_lengths: bool,
 }
 
 impl Limits {
-    pub(super) fn of(transmit: &fi_tx_attr, receive: &fi_rx_attr, longest: usize) -> Self {
+    pub(super) fn of(
+        transmit: &fi_tx_attr,
+        receive: &fi_rx_attr,
+        longest: usize,
+        cq_data_size: usize,
+    ) -> Self {
         Self {
             vectors: transmit.iov_limit.min(receive.iov_limit).max(1),
             longest: (longest as u64).max(1),
             inject: transmit.inject_size as u64,
             depths: [transmit.size.max(1), receive.size.max(1)],
+            carries_lengths: cq_data_size >= 8,
         }
     }
 }

@@ -35,14 +35,19 @@ impl Planned {
 }
 
 /// Returns the data that libfabric carries for a write with immediate data. The length goes along
-/// in the upper half, because some providers do not report it.
+/// in the upper half, because some providers do not report it. A provider with 4 bytes of data
+/// drops that half, and reports the length.
 fn carried(data: u64, bytes: u64) -> u64 {
     data | (bytes << 32)
 }
 
 /// Returns the immediate data and the length in the data that [`carried`] returned. `reported` is
-/// the length that libfabric reports: that of the last part of the write, or 0.
-pub(super) fn received(carried: u64, reported: u64) -> (u64, u64) {
+/// the length that libfabric reports: that of the last part of the write, or 0. `carries_lengths` is
+/// [`Limits::carries_lengths`](super::plan::Limits::carries_lengths).
+pub(super) fn received(carried: u64, reported: u64, carries_lengths: bool) -> (u64, u64) {
+    if !carries_lengths {
+        return (carried, reported);
+    }
     let (low, length) = (u64::from(u32::MAX), carried >> 32);
     // The carried length lacks the upper bits of a write of 4 GiB or more.
     let bytes = if reported & low == length { reported } else { length };
@@ -88,6 +93,11 @@ pub(super) fn stage(
         return Ok(None);
     };
     match request.operation {
+        Operation::WriteImmediate { .. } if !hub.limits.carries_lengths => {
+            let why = "write with immediate data from host memory: the data has no room for the \
+                       length of a write in several parts";
+            return Err(refuse(ErrorKind::Unsupported, why));
+        }
         Operation::WriteImmediate { data, .. } | Operation::SendImmediate { data, .. } => {
             hub.attr().check_data(data)?;
         }
@@ -222,6 +232,10 @@ fn rma(
     }
     let cut = local.cut(&ranges, hub.limits.vectors, hub.limits.longest);
     let last = cut.len() - 1;
+    if data.is_some() && last > 0 && !hub.limits.carries_lengths {
+        let why = "write with immediate data to one range: the peer sees the length of the last";
+        return Err(refuse(ErrorKind::Unsupported, why).context("parts", cut.len()));
+    }
     let parts = cut.into_iter().enumerate().map(|(at, (vectors, remote))| {
         let data = data.filter(|_| at == last).map(|data| carried(data, bytes));
         let op = if writes { PartOp::Write { remote, data } } else { PartOp::Read { remote } };

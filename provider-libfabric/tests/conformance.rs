@@ -1,9 +1,9 @@
 //! The conformance suite over the software providers of an installed libfabric
-//! (`HMEM_LIBFABRIC_LIBRARY`).
+//! (`HMEM_LIBFABRIC_LIBRARY`), or over RDMA devices instead (`HMEM_VERBS_DEVICE`).
 
 mod watchdog;
 
-use std::{process::ExitCode, sync::Arc, time::Duration};
+use std::{env, process::ExitCode, sync::Arc, time::Duration};
 
 use hmem_conformance::Suite;
 use hmem_core::{Error, ErrorKind, Result};
@@ -22,8 +22,18 @@ const NAMES: [(&str, &str); 6] = [
     ("shm-thread", "shm"),
 ];
 
+/// The names of the providers over RDMA devices.
+const DEVICE_NAMES: [(&str, &str); 2] =
+    [("verbs-rxm", "verbs;ofi_rxm"), ("verbs-rxm-thread", "verbs;ofi_rxm")];
+
 /// Behaviours that no provider has, with the reasons.
-const NOWHERE: [(&str, &str); 7] = [
+const NOWHERE: [(&str, &str); 2] = [
+    ("writes_and_atomics_can_be_granted_separately", ONE_RIGHT),
+    ("atomic_read_needs_a_right_to_read_or_to_atomics", ONE_RIGHT),
+];
+
+/// Behaviours that no software provider has, with the reasons.
+const NO_SOFTWARE: [(&str, &str); 5] = [
     ("absent_pages_register_and_fail_only_the_transfer", TOUCHED),
     ("registration_keeps_its_pages_or_follows_the_mapping", TOUCHED),
     (
@@ -32,9 +42,23 @@ const NOWHERE: [(&str, &str); 7] = [
     ),
     ("transfers_in_flight_leave_a_closed_region_alone", FINISHED),
     ("close_amid_a_stream_of_writes_leaves_the_memory_alone", FINISHED),
-    ("writes_and_atomics_can_be_granted_separately", ONE_RIGHT),
-    ("atomic_read_needs_a_right_to_read_or_to_atomics", ONE_RIGHT),
 ];
+
+/// Behaviours with a refused access, after which the connection is used.
+const AFTER_A_REFUSAL: [(&str, &str); 6] = [
+    ("peers_use_the_targets_addresses_for_every_range", STAYS_BROKEN),
+    ("peers_get_the_rights_of_the_key_and_no_others", STAYS_BROKEN),
+    ("overlapping_regions_grant_each_their_own_rights", STAYS_BROKEN),
+    ("closed_region_is_unreachable", STAYS_BROKEN),
+    ("reconnect_recovers_both_sides_of_a_refused_access", STAYS_BROKEN),
+    ("close_amid_a_stream_of_writes_leaves_the_memory_alone", STAYS_BROKEN),
+];
+const STAYS_BROKEN: &str =
+    "libfabric before 1.19 does not connect again after a refused access over verbs";
+const READS_TOO: (&str, &str) = (
+    "atomics_need_the_right_to_write",
+    "a fetching atomic needs the right to read too (FI_REMOTE_READ)",
+);
 const FINISHED: &str =
     "libfabric finishes a transfer that has begun after its region was closed: Builder::build";
 const TOUCHED: &str = "libfabric copies by memcpy: an access to absent pages ends the process";
@@ -45,16 +69,16 @@ const ONE_RIGHT: &str = "libfabric has one right for RMA writes and atomics: a t
 fn main() -> ExitCode {
     watchdog::start(LIMIT);
     let mut suite = Suite::from_args();
-    for (name, provider) in NAMES {
+    let devices = env::var_os("HMEM_VERBS_DEVICE").is_some();
+    let old = devices && open(DEVICE_NAMES[0].1, false).is_ok_and(|nic| nic.version() < (1, 19));
+    let names = if devices { &DEVICE_NAMES[..] } else { &NAMES };
+    for &(name, provider) in names {
         let thread = name.ends_with("-thread");
         suite.provider(name, move || Ok(Arc::new(open(provider, thread)?)));
     }
-    for (name, provider) in NAMES {
+    for &(name, provider) in names {
         let also: &[(&str, &str)] = match provider {
-            "tcp;ofi_rxm" => &[(
-                "atomics_need_the_right_to_write",
-                "a fetching atomic needs the right to read too (FI_REMOTE_READ)",
-            )],
+            "tcp;ofi_rxm" | "verbs;ofi_rxm" => &[READS_TOO],
             "shm" => &[
                 ("peers_get_the_rights_of_the_key_and_no_others", UNREPORTED),
                 ("overlapping_regions_grant_each_their_own_rights", UNREPORTED),
@@ -64,7 +88,9 @@ fn main() -> ExitCode {
             ],
             _ => &[],
         };
-        for (behaviour, reason) in NOWHERE.iter().chain(also) {
+        let software: &[_] = if devices { &[] } else { &NO_SOFTWARE };
+        let broken: &[_] = if old { &AFTER_A_REFUSAL } else { &[] };
+        for (behaviour, reason) in NOWHERE.iter().chain(software).chain(broken).chain(also) {
             suite.ignore(&format!("{name}::{behaviour}"), reason);
         }
     }

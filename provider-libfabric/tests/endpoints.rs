@@ -14,19 +14,25 @@ use std::{
     time::Duration,
 };
 
-use hmem_conformance::stale::{ReusableMemory, StaleCounts};
-use hmem_core::{
-    Access, AddressRange, Atomic, CacheAttr, Domain, DomainAttr, Endpoint, ErrorKind, Promise, Raw,
-    Region, Registry, Result,
-    counter::Counter,
-    provider::{CompletionQueue, EndpointAttr, ProgressModel, Provider},
-    transfer::{AtomicOp, AtomicType, Completion, CompletionKind, EndpointName, PeerId},
+use hmem_conformance::{
+    link::{Bytes, LinkSide},
+    stale::{ReusableMemory, StaleCounts},
 };
-use hmem_iface_system::System;
+use hmem_core::{
+    Access, AddressRange, Atomic, CacheAttr, Domain, DomainAttr, Endpoint, ErrorKind, Iface,
+    MrMode, Promise, Raw, Region, Registry, Result,
+    counter::Counter,
+    path::P2pPolicy,
+    provider::{CompletionQueue, EndpointAttr, ProgressModel, Provider},
+    transfer::{
+        AtomicOp, AtomicType, Completion, CompletionKind, EndpointName, PeerId, RemoteSegment,
+    },
+};
+use hmem_iface_system::{Simulated, System};
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_libfabric::Libfabric;
 use target::{CHILD, SOON, Target, build, commands, hex, pattern, providers, sum, turn, unhex};
-use trials::{Outcome, trials};
+use trials::{Outcome, Skipped, trials};
 
 /// The length of the exposed memory.
 const LEN: usize = 256 << 10;
@@ -64,6 +70,11 @@ impl Side {
 
     fn region(&self, bytes: Vec<u8>, access: Access) -> Region<Vec<u8>> {
         self.domain.register(bytes, access).expect("register")
+    }
+
+    /// Returns true if the provider carries immediate data. libfabric 1.17 over verbs does not.
+    fn carries_data(&self) -> bool {
+        self.domain.provider_attr().cq_data_size > 0
     }
 
     /// Waits for the next completion.
@@ -116,7 +127,11 @@ fn child(provider: &str) -> ExitCode {
                         let from = inbox.slice(0, 100).expect("inside");
                         let data = data.parse().expect("a number");
                         let peer = peer.expect("a peer");
-                        side.endpoint.send_immediate(&[from], None, data, peer, 99).expect("post");
+                        let sent = match side.carries_data() {
+                            true => side.endpoint.send_immediate(&[from], None, data, peer, 99),
+                            false => side.endpoint.send(&[from], None, peer, 99),
+                        };
+                        sent.expect("post");
                     }
                     other => panic!("{other:?}"),
                 }
@@ -193,15 +208,21 @@ fn verified_bytes_move_between_processes() -> Outcome {
             posted += 2;
         }
         // A write with data consumes the first receive, and messages the next ones.
+        let first = u64::from(side.carries_data());
         local.write(0, &pattern(5, 300)).expect("write");
         let (from, to) = (local.slice(0, 300).expect("inside"), target.key.slice(0, 300));
         let to = [to.expect("inside")];
-        side.endpoint.write_immediate(&[from], &to, 0xABCD_EF01, peer, 3).expect("post");
-        assert_eq!(side.next().result.expect("write with data"), 300);
-        let zeros = sum(&[0; 300]);
-        let expected = format!("RemoteWrite 0 300 {} 0 {zeros}", 0xABCD_EF01_u32);
-        assert_eq!(target.line_while(&side.domain, ""), expected, "{name}");
-        for (context, len) in [(1, 0), (2, 1), (3, INBOX)] {
+        let posted_data = side.endpoint.write_immediate(&[from], &to, 0xABCD_EF01, peer, 3);
+        if side.carries_data() {
+            posted_data.expect("post");
+            assert_eq!(side.next().result.expect("write with data"), 300);
+            let zeros = sum(&[0; 300]);
+            let expected = format!("RemoteWrite 0 300 {} 0 {zeros}", 0xABCD_EF01_u32);
+            assert_eq!(target.line_while(&side.domain, ""), expected, "{name}");
+        } else {
+            assert_eq!(posted_data.expect_err("no data").kind(), ErrorKind::Unsupported);
+        }
+        for (context, len) in [(first, 0), (first + 1, 1), (first + 2, INBOX)] {
             local.write(0, &pattern(context, len)).expect("write");
             let from = local.slice(0, len as u64).expect("inside");
             side.endpoint.send(&[from], None, peer, 4).expect("post");
@@ -216,13 +237,14 @@ fn verified_bytes_move_between_processes() -> Outcome {
             let line = target.line_while(&side.domain, "Receive ");
             assert!(line.starts_with(&format!("{tag} 10 0 {tag} ")), "{name}: {line}");
         }
-        posted += 6;
+        posted += 5 + first;
         // A message of the child.
         let inbox = side.region(vec![0; 100], LOCAL);
         side.endpoint.receive(&[inbox.slice(0, 100).expect("inside")], None, 6).expect("post");
         target.tell("send 77");
         let done = side.next();
-        assert_eq!((done.context, done.data, done.result.expect("message")), (6, Some(77), 100));
+        let data = side.carries_data().then_some(77);
+        assert_eq!((done.context, done.data, done.result.expect("message")), (6, data, 100));
         let mut found = [0; 100];
         inbox.read(0, &mut found).expect("read");
         assert_eq!(found.to_vec(), pattern(9, 100));
@@ -306,6 +328,12 @@ fn requests_to_a_dead_peer_end_with_errors_and_a_new_peer_works() -> Outcome {
             // The child makes no progress, so that the requests are in flight when it dies.
             target.tell("idle");
             thread::sleep(Duration::from_millis(50));
+            // A NIC writes to the memory of a process that makes no progress.
+            let by_nic = name.starts_with("verbs");
+            if by_nic {
+                target.process.kill().expect("kill");
+                target.process.wait().expect("wait");
+            }
             for context in 0..3 {
                 let (from, to) = (local.slice(0, LEN as u64), target.key.slice(0, LEN as u64));
                 let (from, to) = ([from.expect("inside")], [to.expect("inside")]);
@@ -314,7 +342,9 @@ fn requests_to_a_dead_peer_end_with_errors_and_a_new_peer_works() -> Outcome {
                     .send(&[local.slice(0, 64).expect("inside")], None, peer, context + 10)
                     .expect("post");
             }
-            target.process.kill().expect("kill");
+            if !by_nic {
+                target.process.kill().expect("kill");
+            }
             target.process.wait().expect("wait");
             let mut ended = VecDeque::from_iter((0..6).map(|_| side.next()));
             // A message may have been sent before the peer died. A write is not in its memory.
@@ -382,12 +412,12 @@ fn region_of_several_ranges_is_reached_through_its_composite_key() -> Outcome {
         // Local and remote parts have other boundaries than each other.
         let local_parts = [(0, 300), (300, 900), (1200, 800)];
         let local_parts = local_parts.map(|(at, len)| local.slice(at, len).expect("inside"));
-        let segments =
-            hmem_core::transfer::RemoteSegment { address: key.base(), len: 2000, key: &key };
-        if near.domain.mr_mode().contains(hmem_core::MrMode::VIRT_ADDR) {
-            continue;
-        }
-        near.endpoint.write(&local_parts, &[segments], peer, 1).expect("post");
+        let segment = |address, len| RemoteSegment { address, len, key: &key };
+        let segments = match near.domain.mr_mode().contains(MrMode::VIRT_ADDR) {
+            true => key.pieces().map(|piece| segment(piece.base, piece.len)).collect(),
+            false => vec![segment(key.base(), 2000)],
+        };
+        near.endpoint.write(&local_parts, &segments, peer, 1).expect("post");
         assert_eq!(near.next().result.expect("write"), 2000, "{name}");
         drop(region);
         let found = [&buffer[8192..][..1000], &buffer[..1000]].concat();
@@ -452,8 +482,8 @@ fn cache_has_no_stale_hit_and_registers_again_after_each_change() -> Outcome {
         assert_eq!(provider.nics().expect("list")[0].driver_cache, None);
         let side = Side::open(&provider, Some(CacheAttr::default()));
         let (mut page, mut counts) = (Page::map(0), StaleCounts::default());
-        // SAFETY: the page belongs to the test alone. Software follows the mapping, so a stale
-        // registration reaches the pages of the test only.
+        // SAFETY: the page belongs to the test alone. A stale registration reaches the pages that
+        // the test has mapped, or mapped before.
         let run = unsafe { counts.run(&side.domain, &mut page, ROUNDS) };
         run.expect("rounds");
         assert_eq!((counts.rounds, counts.reused, counts.stale), (ROUNDS, ROUNDS, 0), "{name}");
@@ -462,6 +492,51 @@ fn cache_has_no_stale_hit_and_registers_again_after_each_change() -> Outcome {
         assert!(statistics.hits <= ROUNDS, "{name}: a registration outlived its memory");
         assert!(statistics.hits > ROUNDS / 2, "{name}: {statistics:?}");
     }
+    Ok(())
+}
+
+fn dma_buf_of_device_memory_is_written_and_read_by_a_peer() -> Outcome {
+    const LEN: usize = 64 << 10;
+    let _turn = turn();
+    if env::var_os("HMEM_VERBS_DMA_BUF").is_none() {
+        return Err(Skipped("the driver of the NIC imports no dma-bufs".into()));
+    }
+    let builder = Libfabric::builder().provider("verbs;ofi_rxm").progress_thread(true);
+    // SAFETY: the test has its turn, and closes regions without transfers in flight.
+    let provider = unsafe { builder.dma_buf(true).build() }.expect("build");
+    if !provider.nics().expect("list")[0].imports.dma_buf {
+        return Err(Skipped("libfabric before 1.20 imports no dma-bufs".into()));
+    }
+    let device: Arc<dyn Iface> =
+        Arc::new(Simulated::builder().build().expect("a simulated device"));
+    let mut registry = Registry::new();
+    registry.add(Arc::new(System::default())).expect("host memory");
+    registry.add(Arc::clone(&device)).expect("device memory");
+    let mr_mode = provider.nics().expect("list")[0].required_mr_mode;
+    let attr = DomainAttr { mr_mode, p2p: P2pPolicy::Required, ..DomainAttr::default() };
+    let paths = Arc::new(DefaultPathSelector::new());
+    let far = Domain::open(&provider, Arc::new(registry), paths, attr).expect("open");
+    let far = LinkSide::open(far, false, None).expect("open an endpoint");
+    let near = Side::open(&provider, None);
+    let peer = near.endpoint.resolve(&far.endpoint.name()).expect("resolve");
+    let memory = Bytes::on_device(&device, 0, LEN + 4096);
+    // The range begins inside a page.
+    let region = far.expose(memory.part(100, LEN as u64), REMOTE);
+    let path = format!("{:?}", region.decision());
+    let key = region.key().expect("a key");
+    let remote = || [key.slice(0, LEN as u64).expect("inside")];
+    let local = near.region(pattern(6, LEN), LOCAL);
+    let part = || [local.slice(0, LEN as u64).expect("inside")];
+    near.endpoint.write(&part(), &remote(), peer, 1).expect("post");
+    assert_eq!(near.next().result.expect("write"), LEN as u64, "{path}");
+    assert_eq!(sum(&memory.get(100, LEN)), sum(&pattern(6, LEN)), "{path}");
+    assert_eq!(memory.get(0, 100), [0; 100], "bytes before the range");
+    memory.put(100, &pattern(7, LEN));
+    near.endpoint.read(&part(), &remote(), peer, 2).expect("post");
+    assert_eq!(near.next().result.expect("read"), LEN as u64);
+    let mut found = vec![0; LEN];
+    local.read(0, &mut found).expect("read");
+    assert_eq!(sum(&found), sum(&pattern(7, LEN)), "{path}");
     Ok(())
 }
 
@@ -483,5 +558,10 @@ fn main() -> ExitCode {
         /// FAB-05
         cache_has_no_stale_hit_and_registers_again_after_each_change,
     }
-    trials::run(TESTS)
+    trials! { const DEVICE_TESTS;
+        /// FAB-10
+        dma_buf_of_device_memory_is_written_and_read_by_a_peer,
+    }
+    let devices = env::var_os("HMEM_VERBS_DEVICE").is_some();
+    trials::run(&if devices { [TESTS, DEVICE_TESTS].concat() } else { TESTS.to_vec() })
 }

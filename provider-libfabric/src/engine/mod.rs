@@ -281,7 +281,9 @@ impl Engine {
         let data = (entry.flags & sys::FI_REMOTE_CQ_DATA != 0).then_some(entry.data);
         if entry.flags & sys::FI_REMOTE_WRITE != 0 {
             if let (Some(carried), Some(endpoint)) = (data, self.endpoints.get_mut(&id)) {
-                endpoint.written.push_back(received(carried, entry.len as u64));
+                let carries_lengths = hub.limits.carries_lengths;
+                let written = received(carried, entry.len as u64, carries_lengths);
+                endpoint.written.push_back(written);
                 self.consume_receives(hub, id);
             }
             return;
@@ -301,13 +303,14 @@ impl Engine {
     fn part_failed(&mut self, hub: &Hub, index: usize, returned: c_int, prov_errno: c_int) {
         let Some(part) = &self.parts[index] else { return };
         let Some(request) = self.requests.get_mut(&part.request) else { return };
-        let error = errors::call(&hub.attr().nic, "transfer", returned);
-        let error = error.context("prov_errno", prov_errno);
-        let lost = matches!(error.kind(), ErrorKind::Canceled | ErrorKind::Unreachable);
+        let error = errors::transfer(&hub.attr().nic, returned, prov_errno, hub.verbs);
+        let failed = hub.verbs && returned == -errors::EIO;
+        let lost = failed || matches!(error.kind(), ErrorKind::Canceled | ErrorKind::Unreachable);
         let rma =
             matches!(part.op, PartOp::Write { .. } | PartOp::Read { .. } | PartOp::Atomic { .. });
         request.suspicious |= lost && rma && part.posted;
         let error = match (&part.op, error.kind()) {
+            _ if failed => error,
             (PartOp::Send { .. }, ErrorKind::Canceled) => unreachable_peer(hub, error),
             (_, ErrorKind::Unreachable) => unreachable_peer(hub, error),
             _ => error,

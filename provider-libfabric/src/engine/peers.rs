@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use hmem_core::{Error, ErrorKind, transfer::CompletionKind};
+use hmem_core::{Errno, Error, ErrorKind, transfer::CompletionKind};
 use smallvec::SmallVec;
 
 use super::{
@@ -98,7 +98,9 @@ impl Engine {
     fn end_held(&mut self, hub: &Hub, held: Vec<u64>, lives: bool) {
         for number in held {
             let Some(request) = self.requests.get_mut(&number) else { continue };
-            if let Some(error) = request.error.take() {
+            // The status of a work completion says what happened.
+            let told = |error: &mut Error| error.os_errno() == Some(Errno(errors::EIO));
+            if let Some(error) = request.error.take_if(|error| !told(error)) {
                 request.error = Some(if lives {
                     let why = "use a valid key, a range inside the region and a right that it \
                                grants: the peer lives and refused this access, or another one that \

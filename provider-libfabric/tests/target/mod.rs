@@ -59,9 +59,13 @@ pub(crate) fn build(provider: &str, thread: bool) -> Result<Libfabric> {
     unsafe { builder.build() }
 }
 
-/// Returns the providers with RDM endpoints of this release. `tcp` alone has them since 2.0.
+/// Returns the providers with RDM endpoints of this release. `tcp` alone has them since 2.0. Returns
+/// those over RDMA devices instead if the environment names a device.
 pub(crate) fn providers() -> Result<Vec<&'static str>, Skipped> {
     sys::Functions::find().map_err(|error| Skipped(error.to_string()))?;
+    if env::var_os("HMEM_VERBS_DEVICE").is_some() {
+        return Ok(vec!["verbs;ofi_rxm"]);
+    }
     let mut found = vec!["tcp;ofi_rxm", "shm"];
     match build("tcp", false) {
         Ok(_) => found.push("tcp"),

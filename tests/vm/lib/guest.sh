@@ -25,8 +25,9 @@ copy_libraries() {
 
 find_library() {
     local folder
-    for folder in "$guest_files" ${perftest:+"$perftest"}; do
-        compgen -G "$folder/lib/$multiarch/$1" || compgen -G "$folder/usr/lib/$multiarch/$1" || continue
+    for folder in "$guest_files"/{lib,usr/lib}/"$multiarch" ${perftest:+"$perftest/usr/lib/$multiarch"} \
+        ${libfabric_files:+"$libfabric_files/1.17/lib"}; do
+        compgen -G "$folder/$1" || continue
         return
     done
 }

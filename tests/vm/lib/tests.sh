@@ -20,6 +20,10 @@ suite() {
         return
     fi
     [[ ! $no_devices ]] || return 0
+    if [[ $libfabric ]]; then
+        echo "--package hmem-provider-libfabric --test conformance --test endpoints"
+        return
+    fi
     [[ ! $dma_buf ]] || echo "--package hmem --test soak"
     ((soak == 0)) || return 0
     echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
@@ -98,6 +102,10 @@ skipped_tests() {
     done < <(grep -v '^#' "$here/skipped-$target.txt")
 }
 
+# Environment of the tests that need RDMA devices.
+device_environment='cd /tmp
+export HMEM_TEST_CONFIG=verbs HMEM_VERBS_UNPLUG=1 HMEM_VERBS_DEVICE=rxe0 HMEM_VERBS_SECOND_DEVICE=rxe1'
+
 # Sets listed, the number of tests that the list of skipped tests leaves out.
 place_tests() {
     local binary devices folder name skipped
@@ -128,6 +136,10 @@ place_tests() {
                 >"$guest_root/tests/$name.environment"
         else
             grep -qx @devices "$guest_root/tests/list" || echo @devices >>"$guest_root/tests/list"
+            if [[ $libfabric ]]; then
+                place_libfabric_tests "$binary" "$name"
+                continue
+            fi
             [[ ! $workspace ]] || name=rdma-$name
             [[ ! -e $guest_root/tests/$name ]] || name=${binary##*/}
             {
@@ -136,8 +148,7 @@ place_tests() {
                 [[ ${name#rdma-} != conformance || $filter ]] || echo verbs::
                 [[ ${name#rdma-} != soak || $filter ]] || echo over_an_rdma_device
             } >"$guest_root/tests/$name.arguments"
-            printf '%s\n' "cd /tmp" "export HMEM_TEST_CONFIG=verbs HMEM_VERBS_UNPLUG=1 HMEM_VERBS_DEVICE=rxe0 HMEM_VERBS_SECOND_DEVICE=rxe1" \
-                >"$guest_root/tests/$name.environment"
+            echo "$device_environment" >"$guest_root/tests/$name.environment"
         fi
         place "$binary" "$guest_root/tests/$name"
         echo "$name" >>"$guest_root/tests/list"
@@ -197,6 +208,10 @@ read_results() {
             continue
         fi
         printf '%s\n' "$line"
+        if [[ $running == libfabric-* && $line =~ ^test\ .*\ \.\.\.\ ignored ]] &&
+            ! grep -qEf <(grep -v '^#' "$repository/tests/libfabric/skipped.txt") <<<"$line"; then
+            failures+=("$running (ignored for an unlisted reason: $line)")
+        fi
         if [[ $line =~ ^test\ result:.*\ ([0-9]+)\ passed\;\ ([0-9]+)\ failed\;\ ([0-9]+)\ ignored.*\ ([0-9]+)\ filtered ]]; then
             [[ $running == rdma-* ]] || left_out=$((left_out + BASH_REMATCH[4]))
             passed=$((passed + BASH_REMATCH[1])) failed=$((failed + BASH_REMATCH[2])) ignored=$((ignored + BASH_REMATCH[3]))
