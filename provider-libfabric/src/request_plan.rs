@@ -42,8 +42,8 @@ fn carried(data: u64, bytes: u64) -> u64 {
 }
 
 /// Returns the immediate data and the length in the data that [`carried`] returned. `reported` is
-/// the length that libfabric reports: that of the last part of the write, or 0. `carries_lengths` is
-/// [`Limits::carries_lengths`](super::plan::Limits::carries_lengths).
+/// the length that libfabric reports: that of the last part of the write, or 0.
+/// `carries_lengths` is [`Limits::carries_lengths`](super::plan::Limits::carries_lengths).
 pub(super) fn received(carried: u64, reported: u64, carries_lengths: bool) -> (u64, u64) {
     if !carries_lengths {
         return (carried, reported);

@@ -21,8 +21,8 @@ place_libfabric() {
 }
 
 # place_libfabric_tests BINARY NAME: places a test binary once for each release. The conformance
-# suite runs with 1.17 alone: `ofi_rxm` of 2.5 uses the memory of a connection after it has freed it,
-# which ends the process in some runs. rxe's completion queues are too short for 256 peers.
+# suite runs with 1.17 alone: `ofi_rxm` of 2.5 uses the memory of a connection after it has freed
+# it, which ends the process in some runs. rxe's completion queues are too short for 256 peers.
 place_libfabric_tests() {
     local release name
     for release in "${libfabric_releases[@]}"; do
