@@ -45,8 +45,8 @@ pub trait CacheBackend: Send + Sync + 'static {
 
     /// Returns true if each hit must call [`CacheBackend::is_current`]. The cache calls
     /// `needs_validation` once for each watch, before it registers the memory. The default is
-    /// false, for a backend that reports every change to the invalidator. A backend that overrides this method must also
-    /// override [`CacheBackend::is_current`], and the reverse.
+    /// false, for a backend that reports every change to the invalidator. A backend that overrides
+    /// this method must also override [`CacheBackend::is_current`], and the reverse.
     fn needs_validation(&self, _watch: &Self::Watch) -> bool {
         false
     }
