@@ -167,6 +167,9 @@ pub(super) struct Endpoint {
     poster: Arc<Poster>,
     lanes: Arc<Lanes>,
     queues: Queues,
+    /// Lock that a thread holds while it closes the endpoint, until the endpoint's requests have
+    /// ended. It is locked before all other locks of the endpoint.
+    closing: Mutex<()>,
 }
 
 impl Endpoint {
@@ -199,7 +202,8 @@ impl Endpoint {
         domain.endpoints.fetch_add(1, Ordering::Relaxed);
         let lanes = Arc::new(Lanes::new(&poster, &queues, active));
         let (domain, fabric) = (Arc::clone(domain), Arc::clone(fabric));
-        let endpoint = Arc::new(Self { peer, domain, fabric, poster, lanes, queues });
+        let closing = Mutex::default();
+        let endpoint = Arc::new(Self { peer, domain, fabric, poster, lanes, queues, closing });
         endpoint.fabric.add(&endpoint);
         Ok(endpoint)
     }
@@ -451,10 +455,12 @@ impl Endpoint {
     }
 
     /// Closes the endpoint of a lost device, and completes its requests with the error of the loss.
+    /// If another thread is closing the endpoint, waits until the requests have ended.
     ///
     /// The requests stay in flight if the queue pair cannot be destroyed, because the NIC may still
     /// use their memory. The next call retries.
     fn abandon(&self) {
+        let _closing = self.closing.lock();
         if !self.poster.lock().connection.is_open() {
             return;
         }
@@ -607,6 +613,7 @@ impl ProviderEndpoint for Endpoint {
             return Ok(());
         }
         drained?;
+        let _closing = self.closing.lock();
         let state = self.poster.lock();
         self.check_windows(&state, WindowEvent::DestroyQueuePair, "close endpoint")?;
         self.tear_down(state);

@@ -5,7 +5,7 @@ mod wire;
 
 use std::{
     fs,
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -22,7 +22,7 @@ use hmem_provider_verbs::{
 };
 use parking_lot::{Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use wire::{Misbehaviour, life, misbehave};
+use wire::{Call, Gate, Misbehaviour, hold, life, misbehave};
 
 /// Tests of this file count the process's file descriptors, so only one runs at a time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
@@ -269,6 +269,49 @@ fn removal_wakes_all_sleeping_threads() {
     });
     first.assert_is_lost("");
     second.assert_is_lost("");
+    first.close();
+    second.close();
+    lab.assert_no_fd_is_left();
+}
+
+/// LIFE-08: a queue reports the loss only after all of its completions, also if another thread is
+/// still ending the requests.
+#[test]
+fn reader_of_a_lost_device_waits_until_another_thread_has_ended_the_requests() {
+    let lab = Lab::new();
+    let (first, second) = (lab.setup(), lab.setup());
+    first.receive(1).expect("receive");
+    life::remove_devices();
+    // Unlike `nic_state`, this ends no request.
+    assert_eq!(first.domain.nic_events(), [NicEvent::DeviceLost]);
+    let (library, gate) = (wire::Shared::of_this_thread(), Arc::new(Gate::default()));
+    let read = |cq: &dyn CompletionQueue| {
+        library.enter();
+        let mut done = Vec::new();
+        cq.read(&mut done, 8).map(|_| done.len())
+    };
+    let wait_until = |done: &dyn Fn() -> bool, limit| {
+        let start = Instant::now();
+        while !done() && start.elapsed() < limit {
+            thread::yield_now();
+        }
+        done()
+    };
+    thread::scope(|scope| {
+        let ending = scope.spawn(|| {
+            // The second poll follows the end of the connection.
+            hold(Call::PollQueue, 2, &gate);
+            read(&*second.cq)
+        });
+        assert!(wait_until(&|| gate.reached.load(Ordering::Acquire), LONG), "no second poll");
+        let reading = scope.spawn(|| read(&*first.cq));
+        // A reader that does not wait for the other thread ends in this time.
+        wait_until(&|| reading.is_finished(), Duration::from_millis(100));
+        gate.open.store(true, Ordering::Release);
+        let read = reading.join().expect("no panic");
+        assert_eq!(read.expect("the completion of the receive"), 1);
+        assert_lost(&ending.join().expect("no panic").expect_err("nothing completes"), "");
+    });
     first.close();
     second.close();
     lab.assert_no_fd_is_left();
