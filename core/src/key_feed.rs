@@ -377,7 +377,8 @@ impl PeerKeys {
     /// - [`ErrorKind::InvalidKey`] if one of the bytes is in a part that is newer than
     ///   `generation`: the memory was mapped or registered again, so the named bytes no longer
     ///   exist.
-    /// - [`ErrorKind::OutOfBounds`] if the current generation does not have all of the bytes.
+    /// - [`ErrorKind::OutOfBounds`] if the current generation does not have all of the bytes, and
+    ///   if `offsets` ends before it starts.
     /// - [`ErrorKind::Again`] if `generation` is newer than the current one. Apply the next update
     ///   and retry.
     /// - [`ErrorKind::InvalidArgument`] for a NIC that has no key.
@@ -417,7 +418,7 @@ impl PeerKeys {
             segments.push(key.slice(at - published.part.offset, len)?);
             at += len;
         }
-        if at < offsets.end {
+        if at != offsets.end {
             return Err(error(ErrorKind::OutOfBounds)
                 .context("first missing", at)
                 .remedy("use offsets at which the current generation has memory"));

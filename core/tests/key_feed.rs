@@ -125,8 +125,12 @@ fn part_has_a_key_for_each_nic() {
         assert_eq!(segments[0].key.as_u64().unwrap(), number);
         assert_eq!((segments[0].address, segments[0].len), (Iova(8), 56));
     }
-    let before = peer.segments("mlx5_0", 0..40, 1).unwrap_err();
-    assert_eq!(before.kind(), ErrorKind::OutOfBounds);
+    #[expect(clippy::reversed_empty_ranges, reason = "bad input")]
+    for outside in [0..40, 95..97, 60..50] {
+        let error = peer.segments("mlx5_0", outside.clone(), 1).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{outside:?}");
+    }
+    assert_eq!(peer.segments("mlx5_0", 40..40, 1).unwrap().len(), 0);
 }
 
 #[test]
