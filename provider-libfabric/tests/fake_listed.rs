@@ -639,7 +639,8 @@ fn immediate_data_follows_the_bytes_on_a_nic_without_order() {
     }
 }
 
-/// FAB-07: after a failure of one part, the NIC never gets the part with the data.
+/// FAB-07: after a failure of one part, the NIC never gets the part with the
+/// immediate data.
 #[test]
 fn immediate_data_of_a_failed_write_is_not_sent() {
     let _turn = turn();

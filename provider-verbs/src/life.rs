@@ -98,7 +98,8 @@ impl DeviceLife {
         Ok([alarm, self.events().map(|fd| (fd, wake))])
     }
 
-    /// Wakes all threads that sleep for completions of the device. The fd stays readable.
+    /// Makes the alarm readable, for good, which wakes all threads that sleep for completions of
+    /// the device. Threads that go to sleep later wake at once.
     fn ring(&self) {
         if let Some(alarm) = self.alarm.get()
             && let Err(errno) = rustix::io::write(alarm, &1u64.to_ne_bytes())

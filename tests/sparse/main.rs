@@ -112,7 +112,7 @@ fn withdrawn_keys_are_refused_by_the_nic_before_the_memory_is_unmapped() {
     }
 }
 
-/// LIFE-03
+/// LIFE-03: no peer reaches the memory once the call has returned.
 #[test]
 fn withdrawal_waits_for_a_transfer_in_flight() {
     let world = World::new(FreeDetection::Identity, 1);

@@ -7,7 +7,7 @@ use std::{
 
 use crate::{
     Access, AddressRange, BindFlags, Decision, DeviceId, Error, ErrorKind, IfaceKind, Iova,
-    LocalKey, MrFlags, MrMode, RawKey, Rejected, RemoteKey, Result,
+    LocalKey, MrFlags, MrMode, RailKey, RailKeys, RawKey, Rejected, RemoteKey, Result,
     counter::Counter,
     domain::region_state::{RegionInner, RegionState},
     event_queue::RegionId,
@@ -326,6 +326,16 @@ impl MemoryRegion {
             Err(error) => Err(Rejected::new(self, error)),
         }
     }
+}
+
+/// Returns the key of each region, with the NIC that accepts it. The regions are those of one
+/// memory on different NICs.
+pub(super) fn rail_keys(regions: &[MemoryRegion]) -> Result<RailKeys> {
+    let rail = |region: &MemoryRegion| {
+        let nic = region.inner.domain.provider_attr.nic.clone();
+        Ok(RailKey::new(nic, region.key()?))
+    };
+    RailKeys::new(regions.iter().map(rail).collect::<Result<_>>()?)
 }
 
 /// Closes the regions of a list. Regions that could not be closed stay in the list. Returns the

@@ -1,17 +1,17 @@
 //! Registered memory that moves from NIC to NIC, and publishes its current key.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, slice, sync::Arc};
 
 use super::{
     Domain,
     memory::{Memory, keep_alive},
-    region::MemoryRegion,
+    region::{MemoryRegion, rail_keys},
     request::{RegionRequest, Source},
     terms::Terms,
     typed_region::Region,
 };
 use crate::{
-    Access, Error, ErrorKind, MrFlags, RailKey, RailKeys, Rejected, Result,
+    Access, Error, ErrorKind, MrFlags, Rejected, Result,
     key_feed::{KeyFeed, KeyPart},
 };
 
@@ -162,9 +162,7 @@ impl<M: Memory> RoamingRegion<M> {
 
 /// Publishes the key of a region, and returns the number of the generation.
 fn publish(feed: &KeyFeed, region: &MemoryRegion) -> Result<u64> {
-    let nic = region.inner.domain.provider_attr.nic.clone();
-    let keys = RailKeys::new(vec![RailKey::new(nic, region.key()?)])?;
-    feed.publish(vec![KeyPart { offset: 0, keys }])
+    feed.publish(vec![KeyPart { offset: 0, keys: rail_keys(slice::from_ref(region))? }])
 }
 
 impl<M: Memory> fmt::Debug for RoamingRegion<M> {

@@ -17,7 +17,7 @@ use super::{
     changed::ChangedAddresses,
     memory::Raw,
     monitors::{Monitors, Watch},
-    region::{MemoryRegion, close_each},
+    region::{MemoryRegion, close_each, rail_keys},
     region_slice::RegionSlice,
     region_state::KeepAlive,
     register::register_regions,
@@ -25,8 +25,7 @@ use super::{
     terms::{Promise, Terms},
 };
 use crate::{
-    Access, AddressRange, Decision, Error, ErrorKind, MrMode, Path, RailKey, RailKeys, Rejected,
-    Result,
+    Access, AddressRange, Decision, Error, ErrorKind, MrMode, Path, Rejected, Result,
     key_feed::{KeyFeed, KeyPart, KeySubscription},
     monitor::Invalidator,
     registry::AddressOwner,
@@ -168,14 +167,6 @@ impl Part {
     fn has_path(&self, path: Path) -> bool {
         let decision = |region: &MemoryRegion| region.decision().is_ok_and(|it| it.path == path);
         self.regions.iter().any(decision)
-    }
-
-    fn keys(&self) -> Result<RailKeys> {
-        let rail = |region: &MemoryRegion| {
-            let nic = region.inner.domain.provider_attr.nic.clone();
-            Ok(RailKey::new(nic, region.key()?))
-        };
-        RailKeys::new(self.regions.iter().map(rail).collect::<Result<_>>()?)
     }
 }
 
@@ -407,8 +398,9 @@ impl Shared {
     /// Publishes the live parts. Returns the number of the current generation.
     fn publish(&self, live: &[Part]) -> Result<u64> {
         let start = self.addresses.start().0;
-        let part =
-            |part: &Part| Ok(KeyPart { offset: part.range.start().0 - start, keys: part.keys()? });
+        let part = |part: &Part| {
+            Ok(KeyPart { offset: part.range.start().0 - start, keys: rail_keys(&part.regions)? })
+        };
         self.feed.publish(live.iter().map(part).collect::<Result<_>>()?)
     }
 
@@ -548,7 +540,7 @@ impl Shared {
             part.regions.push(region);
         })?;
         // A part without keys must not be published.
-        part.keys()?;
+        rail_keys(&part.regions)?;
         if part.is_current() {
             Ok(())
         } else {

@@ -17,7 +17,8 @@ use hmem_provider_libfabric::{Libfabric, sys};
 
 use crate::{trials::Skipped, watchdog};
 
-/// Names the provider of a child process, with `+thread` for a progress thread.
+/// The environment variable that tells a child process its provider. The value ends with `+thread`
+/// if the provider has a progress thread.
 pub(crate) const CHILD: &str = "HMEM_FABRIC_CHILD";
 
 /// Limit for all tests of a binary together. A call of libfabric that never returns ends the
