@@ -212,6 +212,8 @@ impl Inbox {
     /// Chooses the destination of a message of `len` bytes. If that is a posted receive, removes it
     /// from the inbox. The caller holds the delivery lock.
     ///
+    /// A receive that matches a message in the inbox is left to that message, which arrived first.
+    ///
     /// After [`Destination::Full`], the inbox wakes the domain of `sender` when a retry may
     /// succeed.
     pub(super) fn find_destination(
@@ -222,7 +224,13 @@ impl Inbox {
         sender: &Arc<Wake>,
     ) -> Destination {
         let mut state = self.state.lock();
-        let found = state.receives.iter().position(|receive| receive.matches(from, tag));
+        // The receive may have been posted after the caller has delivered the waiting messages.
+        let taken = |receive: &Receive| {
+            let mut messages = state.messages.iter();
+            messages.any(|message| receive.matches(message.from, message.header.tag))
+        };
+        let free = |receive: &Receive| receive.matches(from, tag) && !taken(receive);
+        let found = state.receives.iter().position(free);
         if let Some(receive) = found.and_then(|at| state.receives.remove(at)) {
             return Destination::Receive(receive);
         }
@@ -261,14 +269,31 @@ impl Inbox {
 mod tests {
     use super::*;
 
+    fn receive(context: u64) -> Receive {
+        Receive { local: Few::new(), capacity: 8, tag: None, from: None, context, number: 0 }
+    }
+
+    #[test]
+    fn receive_posted_during_a_delivery_goes_to_the_message_that_arrived_first() {
+        let inbox = Inbox::new(2, 0);
+        let wake = Arc::new(Wake::default());
+        let written = || Message { from: 1, header: Header::default(), body: Body::Written(8) };
+        inbox.keep(written());
+        // The sender of the second message found no match before the receive was posted.
+        assert!(inbox.take_match().is_none());
+        inbox.post(receive(0)).unwrap();
+        let destination = inbox.find_destination(1, None, 0, &wake);
+        assert!(matches!(destination, Destination::Inbox), "{destination:?}");
+        inbox.keep(written());
+        assert_eq!(inbox.take_match().expect("the first message").0.context, 0);
+        assert!(inbox.take_match().is_none());
+    }
+
     #[test]
     fn receive_that_is_put_back_wakes_a_waiting_sender() {
         let inbox = Inbox::new(1, 0);
         let wake = Arc::new(Wake::default());
-        let (local, context) = (Few::new(), 0);
-        inbox
-            .post(Receive { local, capacity: 8, tag: None, from: None, context, number: 0 })
-            .unwrap();
+        inbox.post(receive(0)).unwrap();
         let find = || inbox.find_destination(1, None, 8, &wake);
         let Destination::Receive(receive) = find() else { panic!("no receive") };
         assert!(matches!(find(), Destination::Full));
