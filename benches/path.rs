@@ -126,14 +126,14 @@ fn main() {
     let owner =
         node.hmem.registry().owner_of(buffer.allocation().base()).expect("a lookup succeeds");
     let paths = node.hmem.paths();
-    assert!(paths.remembered(&owner, attr, P2pPolicy::Enabled, None).is_some());
+    assert!(paths.remembered(&owner, attr, P2pPolicy::Enabled, None, false).is_some());
 
     let mut criterion =
         Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
     let mut group = criterion.benchmark_group(GROUP);
     group.bench_function("remembered", |bencher| {
         bencher.iter(|| {
-            paths.remembered(black_box(&owner), black_box(attr), P2pPolicy::Enabled, None)
+            paths.remembered(black_box(&owner), black_box(attr), P2pPolicy::Enabled, None, false)
         });
     });
     let known: HashMap<(u32, u32, String), Arc<u64>> = (0..DEVICES * NICS)

@@ -47,6 +47,7 @@ pub struct Hmem {
     paths: Arc<DefaultPathSelector>,
     p2p_disabled: bool,
     direct_paths: Option<Vec<DirectPath>>,
+    reach_check: Option<bool>,
     /// The iface of host memory, with its cache monitor.
     system: Arc<System>,
     cache: Arc<CacheSettings>,
@@ -91,6 +92,7 @@ pub struct Builder {
     filter: Option<String>,
     disable_p2p: Option<bool>,
     direct_paths: Option<Vec<DirectPath>>,
+    reach_check: Option<bool>,
     skip_vendors: bool,
     /// The position of verbs among the providers. `None` means that verbs is not started.
     verbs_at: Option<usize>,
@@ -241,6 +243,7 @@ impl Hmem {
             }
         }
         attr.direct_paths = attr.direct_paths.or_else(|| self.direct_paths.clone());
+        attr.reach_check = attr.reach_check.or(self.reach_check);
         let selector: Arc<dyn PathSelector> = Arc::clone(&self.paths) as _;
         Domain::open(provider, Arc::clone(&self.registry), selector, attr)
     }
@@ -286,7 +289,8 @@ impl Hmem {
         request: &ExplainRequest,
     ) -> Result<Explanation> {
         let listed = request.direct_paths.as_ref().or(self.direct_paths.as_ref());
-        let request = request.clone().direct_paths(listed.cloned());
+        let check = request.reach_check.or(self.reach_check);
+        let request = request.clone().direct_paths(listed.cloned()).reach_check(check);
         self.paths.explain(&self.registry, provider, &request)
     }
 }
@@ -434,6 +438,14 @@ impl Builder {
         self
     }
 
+    /// Sets whether domains check direct paths by transfers, for each domain whose own setting,
+    /// [`DomainAttr::reach_check`], is `None`. This setting overrides `HMEM_REACH_CHECK`.
+    #[must_use]
+    pub fn reach_check(mut self, check: bool) -> Self {
+        self.reach_check = Some(check);
+        self
+    }
+
     /// Sets the default cache settings of domains, which [`DomainAttr::cache`] overrides. This call
     /// gives no domain a cache: a domain has one only if its [`DomainAttr::cache`] is `Some`.
     ///
@@ -560,6 +572,10 @@ impl Builder {
             None if !environment => None,
             None => env::parsed_by(env::DIRECT_PATHS, DirectPath::parse_list)?,
         };
+        let reach_check = match self.reach_check {
+            None if environment => environment::boolean(env::REACH_CHECK)?,
+            set => set,
+        };
         let cache = Arc::new(CacheSettings::new(self.cache, self.cache_monitor, environment));
         let mut registry = Registry::new();
         let system = Arc::new(match self.imported_monitor {
@@ -633,6 +649,7 @@ impl Builder {
             paths: Arc::new(DefaultPathSelector::new().disable_p2p(disable_p2p)),
             p2p_disabled: disable_p2p,
             direct_paths,
+            reach_check,
             system,
             cache,
             process,

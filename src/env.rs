@@ -11,8 +11,11 @@ pub(crate) const HMEM: &str = "FI_HMEM";
 /// The variable that disables direct access of NICs to device memory.
 pub(crate) const DISABLE_P2P: &str = "FI_HMEM_DISABLE_P2P";
 /// The variable with the direct paths of domains that have no list of their own: `dma-buf`,
-/// `dma-buf-pcie` and `peer-memory`, separated by commas, or `none`.
+/// `dma-buf-pcie`, `dma-buf-data-direct` and `peer-memory`, separated by commas, or `none`.
 pub(crate) const DIRECT_PATHS: &str = "HMEM_DIRECT_PATHS";
+/// The variable that makes domains check direct paths by transfers, if they have no such setting of
+/// their own.
+pub(crate) const REACH_CHECK: &str = "HMEM_REACH_CHECK";
 /// The variable with the name of the monitor for cached host memory.
 pub(crate) const CACHE_MONITOR: &str = "FI_MR_CACHE_MONITOR";
 

@@ -20,8 +20,13 @@ use hmem::{
 };
 
 const LEN: u64 = 4096;
-const DMA_BUF: Imports =
-    Imports { dma_buf: true, pcie_mapping_first: Some(false), peer_memory: false, staged: false };
+const DMA_BUF: Imports = Imports {
+    dma_buf: true,
+    pcie_mapping_first: Some(false),
+    data_direct: None,
+    peer_memory: false,
+    staged: false,
+};
 
 struct Fixture {
     hmem: Hmem,

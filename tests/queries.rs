@@ -434,6 +434,7 @@ mod driver_lookups {
             dma_buf: path == Path::DmaBuf,
             peer_memory: path == Path::PeerMemory,
             pcie_mapping_first: Some(false),
+            data_direct: None,
             staged: false,
         };
         let nics = Loopback::builder().nic("loop0").imports(imports).build().expect("a fabric");

@@ -30,6 +30,7 @@ fn open(vendor: &Vendor, pcie_mapping_first: bool) -> Wire {
     let imports = Imports {
         dma_buf: true,
         pcie_mapping_first: Some(pcie_mapping_first),
+        data_direct: None,
         peer_memory: false,
         staged: true,
     };

@@ -85,9 +85,15 @@ const SECTIONS: [(&str, &[Section]); 8] = [
                     (
                         "HMEM_DIRECT_PATHS",
                         "direct paths to device memory, in the order in which they are tried: \
-                         dma-buf, dma-buf-pcie and peer-memory, separated by commas, or none",
+                         dma-buf, dma-buf-pcie, dma-buf-data-direct and peer-memory, separated by \
+                         commas, or none",
                     ),
                     ("HMEM_NEURON_START_RUNTIME", "boolean: start the Neuron runtime"),
+                    (
+                        "HMEM_REACH_CHECK",
+                        "boolean: transfer a page of device memory before the first use of each \
+                         direct path",
+                    ),
                     ("HMEM_SYNAPSEAI_START_RUNTIME", "boolean: acquire a Gaudi device"),
                     (
                         "HMEM_VERBS_PCIE_MAPPING",

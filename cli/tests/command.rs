@@ -73,6 +73,7 @@ fn command(arguments: &[&str], environment: &[(&str, &str)]) -> Command {
         "FI_MR_CACHE_MAX_SIZE",
         "FI_MR_CACHE_MERGE_REGIONS",
         "HMEM_DIRECT_PATHS",
+        "HMEM_REACH_CHECK",
         "NO_COLOR",
         "CLICOLOR_FORCE",
     ] {

@@ -28,9 +28,14 @@ use serde_json::Value;
 
 fn hmem(arguments: &[&str], environment: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hmem"));
-    for name in
-        ["FI_HMEM", "FI_HMEM_DISABLE_P2P", "HMEM_DIRECT_PATHS", "NO_COLOR", "CLICOLOR_FORCE"]
-    {
+    for name in [
+        "FI_HMEM",
+        "FI_HMEM_DISABLE_P2P",
+        "HMEM_DIRECT_PATHS",
+        "HMEM_REACH_CHECK",
+        "NO_COLOR",
+        "CLICOLOR_FORCE",
+    ] {
         command.env_remove(name);
     }
     command.args(arguments).envs(environment.iter().copied()).output().expect("the binary runs")

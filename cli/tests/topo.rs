@@ -163,7 +163,7 @@ fn coherent_links_and_memory_only_nodes_are_shown() {
                 "memory-only NUMA nodes: 2, 10, 18, and 1 more",
                 "no port of mlx5_0 (0000:01:00.0) is active",
                 "the Data Direct function 0008:03:00.0",
-                "MLX5DV_REG_DMABUF_ACCESS_DATA_DIRECT",
+                "dma-buf-data-direct",
             ][..],
         ),
         ("gb10", &["10de:2e12, integrated", "no GPUDirect RDMA", "cuMemHostAlloc"]),

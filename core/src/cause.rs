@@ -34,6 +34,9 @@ named_enum! {
         Export = "export",
         /// Registering the memory with the NIC.
         Register = "register",
+        /// Transferring a page of the memory between the NIC and the device, as a check
+        /// ([`DomainAttr::reach_check`](crate::DomainAttr::reach_check)).
+        Transfer = "transfer",
     }
 }
 

@@ -9,4 +9,20 @@ pub enum DmaBufMapping {
     Default,
     /// The route through the PCIe BAR, even where a faster coherent link exists.
     Pcie,
+    /// The route through the PCIe BAR and the Data Direct function of an mlx5 NIC, which is a
+    /// second PCI function of the NIC near the device. The dma-buf is that of
+    /// [`Pcie`](Self::Pcie): only the NIC's registration differs.
+    DataDirect,
+}
+
+impl DmaBufMapping {
+    /// Returns the mapping with which a device exports memory for this route: [`Pcie`](Self::Pcie)
+    /// for [`DataDirect`](Self::DataDirect), and otherwise the mapping itself.
+    #[must_use]
+    pub const fn of_export(self) -> Self {
+        match self {
+            Self::Default => Self::Default,
+            Self::Pcie | Self::DataDirect => Self::Pcie,
+        }
+    }
 }

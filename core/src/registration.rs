@@ -45,6 +45,10 @@ pub struct Registration<'a> {
     /// The direct paths that the domain allows, in the order in which they are tried, each at most
     /// once. `None` means the NIC's own order.
     pub direct_paths: Option<&'a [DirectPath]>,
+    /// True if the path selector checks, before it uses a direct path of a device and NIC for the
+    /// first time, that the NIC transfers bytes over that path
+    /// ([`DomainAttr::reach_check`](crate::DomainAttr::reach_check)).
+    pub reach_check: bool,
     /// The order in which the NIC's writes become visible. A provider without relaxed ordering uses
     /// the strict order.
     pub ordering: WriteOrdering,
@@ -66,7 +70,8 @@ impl<'a> Registration<'a> {
     /// - The region has virtual addresses, strict ordering and no flags, and is enabled at once.
     /// - The provider chooses the key and the page size, and splits only ranges that are too long
     ///   for one driver call.
-    /// - The policy is [`P2pPolicy::Enabled`], with the NIC's own order of direct paths.
+    /// - The policy is [`P2pPolicy::Enabled`], with the NIC's own order of direct paths and without
+    ///   reach checks.
     /// - Transfers that use the region may call drivers.
     #[must_use]
     pub fn new(ranges: &'a [AddressRange], access: Access, auth_key: &'a AuthKey) -> Self {
@@ -83,6 +88,7 @@ impl<'a> Registration<'a> {
             parallel: None,
             policy: P2pPolicy::default(),
             direct_paths: None,
+            reach_check: false,
             ordering: WriteOrdering::Strict,
             driver_calls_in_transfers: true,
             exports: None,
@@ -198,7 +204,7 @@ named_enum! {
 /// A path by which a NIC accesses device memory itself, for
 /// [`DomainAttr::direct_paths`](crate::DomainAttr::direct_paths).
 ///
-/// The names are `dma-buf`, `dma-buf-pcie` and `peer-memory`.
+/// The names are `dma-buf`, `dma-buf-pcie`, `dma-buf-data-direct` and `peer-memory`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DirectPath {
     /// A dma-buf with this mapping.
@@ -209,8 +215,12 @@ pub enum DirectPath {
 
 impl DirectPath {
     /// All direct paths.
-    pub const ALL: [Self; 3] =
-        [Self::DmaBuf(DmaBufMapping::Default), Self::DmaBuf(DmaBufMapping::Pcie), Self::PeerMemory];
+    pub const ALL: [Self; 4] = [
+        Self::DmaBuf(DmaBufMapping::Default),
+        Self::DmaBuf(DmaBufMapping::Pcie),
+        Self::DmaBuf(DmaBufMapping::DataDirect),
+        Self::PeerMemory,
+    ];
 
     /// Returns the path's name in messages and lists.
     #[must_use]
@@ -218,6 +228,7 @@ impl DirectPath {
         match self {
             Self::DmaBuf(DmaBufMapping::Default) => "dma-buf",
             Self::DmaBuf(DmaBufMapping::Pcie) => "dma-buf-pcie",
+            Self::DmaBuf(DmaBufMapping::DataDirect) => "dma-buf-data-direct",
             Self::PeerMemory => "peer-memory",
         }
     }
@@ -275,9 +286,10 @@ impl FromStr for DirectPath {
 
     fn from_str(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|path| path.name() == name.trim()).ok_or_else(|| {
-            Error::new(ErrorKind::InvalidArgument, "direct paths")
-                .context("name", name)
-                .remedy("list dma-buf, dma-buf-pcie and peer-memory, separated by commas, or none")
+            Error::new(ErrorKind::InvalidArgument, "direct paths").context("name", name).remedy(
+                "list dma-buf, dma-buf-pcie, dma-buf-data-direct and peer-memory, separated by \
+                     commas, or none",
+            )
         })
     }
 }

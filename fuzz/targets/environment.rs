@@ -13,7 +13,7 @@ use hmem::Hmem;
 use super::{Verdict, refusal};
 
 /// Every variable that the library reads.
-const VARIABLES: [&str; 18] = [
+const VARIABLES: [&str; 19] = [
     "FI_HMEM",
     "FI_HMEM_DISABLE_P2P",
     "FI_MR_CACHE_MAX_COUNT",
@@ -26,6 +26,7 @@ const VARIABLES: [&str; 18] = [
     "HMEM_CUDA_LIBRARY",
     "HMEM_CUDA_MONITOR",
     "HMEM_DIRECT_PATHS",
+    "HMEM_REACH_CHECK",
     "HMEM_NEURON_LIBRARY",
     "HMEM_NEURON_START_RUNTIME",
     "HMEM_SYNAPSEAI_LIBRARY",

@@ -74,11 +74,13 @@ impl DmaBufExporter for Exporter {
         if !self.lookup().driver().device(OPERATION, device)?.abilities.dma_buf {
             return Err(described(no_dma_buf().device(device)));
         }
+        let mapping = mapping.of_export();
         // `cuda.h`: "Users must ensure the dptr and size are aligned to the host page size."
         let whole = range.page_aligned(rustix::param::page_size() as u64);
-        let flags = match mapping {
-            DmaBufMapping::Default => 0,
-            DmaBufMapping::Pcie => sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE,
+        let flags = if mapping == DmaBufMapping::Default {
+            0
+        } else {
+            sys::CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
         };
         let work_context = self.lookup().contexts.work_context(found.context, device)?;
         let (fd, of_contexts) = work_context.run(|| {

@@ -52,7 +52,7 @@ impl DmaBufExporter for Exporter {
         mapping: DmaBufMapping,
     ) -> Result<DmaBufExport> {
         const OPERATION: &str = Facet::DmaBuf.operation();
-        let allocation = self.exportable(OPERATION, range)?;
+        let (allocation, mapping) = (self.exportable(OPERATION, range)?, mapping.of_export());
         let described = |error: Error| {
             let error = error.context("range", range).context("nic", nic);
             allocation.device.into_iter().fold(error, Error::device)
@@ -102,9 +102,10 @@ impl Exporter {
         let (len, mut fd, mut offset): (_, c_int, _) = (range.len() as usize, -1, 0);
         let (code, call) = match (mapping, functions.export_dmabuf_v2, functions.export_dmabuf) {
             (_, Some(export), _) => {
-                let flags = match mapping {
-                    DmaBufMapping::Default => sys::HSA_AMD_DMABUF_MAPPING_TYPE_NONE,
-                    DmaBufMapping::Pcie => sys::HSA_AMD_DMABUF_MAPPING_TYPE_PCIE,
+                let flags = if mapping == DmaBufMapping::Default {
+                    sys::HSA_AMD_DMABUF_MAPPING_TYPE_NONE
+                } else {
+                    sys::HSA_AMD_DMABUF_MAPPING_TYPE_PCIE
                 };
                 // SAFETY: `fd` and `offset` are writable; the range lies in one live allocation.
                 let code = unsafe { export(pointer, len, &mut fd, &mut offset, flags) };
@@ -115,7 +116,7 @@ impl Exporter {
                 let code = unsafe { export(pointer, len, &mut fd, &mut offset) };
                 (code, "hsa_amd_portable_export_dmabuf")
             }
-            (DmaBufMapping::Pcie, None, Some(_)) => {
+            (_, None, Some(_)) => {
                 return Err(ROCR
                     .no_pcie_mapping("hsa_amd_portable_export_dmabuf")
                     .context("symbol", "hsa_amd_portable_export_dmabuf_v2"));

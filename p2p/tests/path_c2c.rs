@@ -21,8 +21,13 @@ use path_support::{Bench, REMOTE, close, page_size, register};
 use topology_machines::{Folder, make};
 
 /// Imports of a NIC whose provider leaves the order of the mappings to the path search.
-const OPEN: Imports =
-    Imports { dma_buf: true, pcie_mapping_first: None, peer_memory: false, staged: true };
+const OPEN: Imports = Imports {
+    dma_buf: true,
+    pcie_mapping_first: None,
+    data_direct: None,
+    peer_memory: false,
+    staged: true,
+};
 
 /// A simulated device and NICs at PCI addresses of a recorded machine.
 struct Machine {

@@ -16,7 +16,7 @@ use hmem_core::{
     IfaceKind, MrMode, Path, Registry,
     cause::{Answer, CoherentLink, RefusalCause, RefusalContext, Step},
     iface::{AllocRequest, DmaBufMapping},
-    path::Trace,
+    path::{DirectPath, Trace},
     provider::{Imports, Nic},
 };
 use hmem_iface_system::{DmaBufKind, Simulated, System};
@@ -58,13 +58,20 @@ struct Scene {
     half: bool,
     /// Length of the registration in bytes.
     size: u64,
+    /// The direct paths of the domain; `None` for the default order.
+    direct_paths: Option<Vec<DirectPath>>,
 }
 
 const DEFAULT_FIRST: Imports = Imports { pcie_mapping_first: Some(false), ..ALL_IMPORTS };
 const PEER_ONLY: Imports = Imports { dma_buf: false, ..DEFAULT_FIRST };
 const NO_PEER: Imports = Imports { peer_memory: false, ..DEFAULT_FIRST };
-const NOTHING: Imports =
-    Imports { dma_buf: false, pcie_mapping_first: Some(false), peer_memory: false, staged: false };
+const NOTHING: Imports = Imports {
+    dma_buf: false,
+    pcie_mapping_first: Some(false),
+    data_direct: None,
+    peer_memory: false,
+    staged: false,
+};
 
 impl Scene {
     fn of(iface: IfaceKind) -> Self {
@@ -79,6 +86,7 @@ impl Scene {
             unexportable: false,
             half: false,
             size: page_size(),
+            direct_paths: None,
         }
     }
 
@@ -113,7 +121,8 @@ impl Scene {
             }
         };
         let mr_mode = MrMode::all().difference(MrMode::BASIC | MrMode::SCALABLE);
-        let attr = DomainAttr { mr_mode, hmem: true, ..DomainAttr::default() };
+        let direct_paths = self.direct_paths.clone();
+        let attr = DomainAttr { mr_mode, hmem: true, direct_paths, ..DomainAttr::default() };
         let domain =
             Domain::open(&provider, Arc::clone(&registry), paths.clone(), attr).expect("open");
         let request = AllocRequest { len: self.size, device: DeviceId(0), kind: self.kind };
@@ -136,6 +145,7 @@ impl Scene {
         faults.clear();
         answer();
         let request = ExplainRequest::new(self.iface).kind(self.kind).size(self.size);
+        let request = request.direct_paths(self.direct_paths.clone());
         let explained =
             paths.explain(&registry, &provider, &request).expect("an explanation").attempts;
         faults.clear();
@@ -243,7 +253,18 @@ fn scenes() -> Vec<(&'static str, Scene)> {
         vendor.dma_buf = out_of_reach;
         vendor.peer_memory = out_of_reach;
     };
+    let data_direct = |data_direct, nic_answers| Scene {
+        imports: Imports { data_direct, ..DEFAULT_FIRST },
+        direct_paths: Some(vec![
+            DirectPath::DmaBuf(DmaBufMapping::DataDirect),
+            DirectPath::DmaBuf(DmaBufMapping::Default),
+        ]),
+        ..nic(nic_answers)
+    };
     vec![
+        ("nic-without-data-direct", data_direct(None, &[])),
+        ("data-direct-unaligned", data_direct(Some(0), &[95])),
+        ("data-direct-function", data_direct(Some(0), &[22])),
         (
             "file-descriptors",
             broken(|vendor| vendor.dma_buf = || Some(Error::os(Errno(24), "export"))),
@@ -727,9 +748,11 @@ fn page() -> String {
         if let Some(kind) = cause.kind {
             write!(when, ", {} memory", kind.name()).unwrap();
         }
-        if cause.mapping == Some(DmaBufMapping::Pcie) {
-            when.push_str(", PCIe mapping");
-        }
+        when.push_str(match cause.mapping {
+            Some(DmaBufMapping::Pcie) => ", PCIe mapping",
+            Some(DmaBufMapping::DataDirect) => ", Data Direct",
+            Some(DmaBufMapping::Default) | None => "",
+        });
         let alike = causes().filter(|(_, other)| other.name == cause.name);
         let mut answered: Vec<_> = alike.flat_map(|(_, cause)| cause.answers).copied().collect();
         answered.sort_by_key(|answer| match answer {

@@ -16,8 +16,13 @@ use hmem_p2p::path::{DefaultPathSelector, ExplainRequest};
 use hmem_provider_loopback::{Loopback, NicCall};
 use path_support::{ALL_IMPORTS, Bench, close, page_size, register, vendor::Vendor};
 
-const DMA_BUF: Imports =
-    Imports { dma_buf: true, pcie_mapping_first: Some(false), peer_memory: false, staged: true };
+const DMA_BUF: Imports = Imports {
+    dma_buf: true,
+    pcie_mapping_first: Some(false),
+    data_direct: None,
+    peer_memory: false,
+    staged: true,
+};
 
 fn device() -> hmem_iface_system::SimulatedBuilder {
     Simulated::builder().devices(2).dma_buf(DmaBufKind::MemFd)
@@ -164,7 +169,7 @@ fn page_that_stays_registered_is_leaked_and_decides_nothing() {
         close(region);
         assert_eq!(bench.device.stats().live_allocations, leaked, "{refusals} refusals");
         let decided =
-            bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled, None);
+            bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled, None, false);
         assert_eq!(decided.map(|decision| decision.path), (leaked == 0).then_some(Path::DmaBuf));
         assert_eq!(close_and_path(&domain, bench.buffer(page_size())), Path::DmaBuf);
     }
@@ -200,7 +205,7 @@ fn failure_of_the_path_removes_the_decision() {
     let attr = domain.provider_attr();
     let buffer = bench.buffer(page_size());
     let owner = bench.registry.owner_of(buffer.allocation().base()).unwrap();
-    let remembered = || bench.paths.remembered(&owner, attr, P2pPolicy::Enabled, None);
+    let remembered = || bench.paths.remembered(&owner, attr, P2pPolicy::Enabled, None, false);
     assert!(remembered().is_none());
     let buffer = close(register(&domain, buffer).unwrap());
     assert_eq!(remembered().unwrap().path, Path::DmaBuf);
@@ -394,7 +399,10 @@ fn explanation_leaves_nothing_behind() {
     let domain = bench.domain("loop0", P2pPolicy::Enabled);
     let owner = bench.registry.owner_of(bench.buffer(page_size()).allocation().base()).unwrap();
     assert!(
-        bench.paths.remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled, None).is_none()
+        bench
+            .paths
+            .remembered(&owner, domain.provider_attr(), P2pPolicy::Enabled, None, false)
+            .is_none()
     );
 }
 

@@ -49,6 +49,7 @@ impl Case {
             let imports = Imports {
                 dma_buf: bit(5),
                 pcie_mapping_first: Some(bit(6)),
+                data_direct: None,
                 peer_memory: bit(7),
                 staged: bit(8),
             };

@@ -51,6 +51,7 @@ impl Bench {
         let imports = Imports {
             dma_buf: true,
             pcie_mapping_first: Some(false),
+            data_direct: None,
             peer_memory: false,
             staged: true,
         };

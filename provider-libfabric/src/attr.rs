@@ -85,6 +85,7 @@ impl DomainAttr {
             imports: Imports {
                 dma_buf,
                 pcie_mapping_first: None,
+                data_direct: None,
                 // Only a registration shows whether libfabric was built for the memory.
                 peer_memory: hmem,
                 staged: false,

@@ -216,7 +216,7 @@ impl FabricDomain {
         attr.iov_count = 1;
         attr.access = access_bits(request.access);
         let address = match &piece.backing {
-            Backing::DmaBuf { fd, offset } => {
+            Backing::DmaBuf { fd, offset, .. } => {
                 // The library adds the offset to the base.
                 let base = range.start().0.wrapping_sub(offset.0);
                 dma_buf = fi_mr_dmabuf {

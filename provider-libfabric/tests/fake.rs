@@ -25,7 +25,7 @@ use hmem_core::{
     Access, Address, AddressRange, AllocationKind, AuthKey, DeviceId, DmaBufOffset, Domain,
     DomainAttr, ErrorKind, Iface, IfaceExt, IfaceKind, Iova, MrFlags, MrMode, Promise, Raw, RawKey,
     Registry, Request, Result,
-    iface::AllocRequest,
+    iface::{AllocRequest, DmaBufMapping},
     provider::{Backing, Piece, Provider, Registration},
     registration::RegisteredMemory,
 };
@@ -460,7 +460,7 @@ fn peer_memory<'a>(iface: &'a Arc<dyn Iface>, address: Address, _: BorrowedFd<'a
 }
 
 fn dma_buf<'a>(_: &'a Arc<dyn Iface>, _: Address, fd: BorrowedFd<'a>) -> Backing<'a> {
-    Backing::DmaBuf { fd, offset: DmaBufOffset(8192) }
+    Backing::DmaBuf { fd, offset: DmaBufOffset(8192), mapping: DmaBufMapping::Default }
 }
 
 /// FAB-11

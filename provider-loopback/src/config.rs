@@ -76,6 +76,7 @@ impl Default for Config {
             imports: Imports {
                 dma_buf: true,
                 pcie_mapping_first: Some(false),
+                data_direct: None,
                 peer_memory: false,
                 staged: true,
             },

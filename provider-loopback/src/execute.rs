@@ -98,8 +98,12 @@ fn rma(initiator: &EndpointState, work: &Work, remote: &[RemotePart], write: boo
     let mut spans = Few::new();
     far.spans(remote, &mut spans)?;
     far.spend()?;
-    initiator.domain.nic.config.faults.enter(NicCall::Transfer)?;
+    let faults = &initiator.domain.nic.config.faults;
+    faults.enter(NicCall::Transfer)?;
     let (local, spans) = (local.as_slice(), spans.as_slice());
+    if faults.is_counting() && local.iter().chain(spans).any(|span| span.is_imported()) {
+        faults.enter(NicCall::ImportedTransfer)?;
+    }
     let run = if write { (local, spans) } else { (spans, local) };
     let moved = access::copy(initiator, target, run, local)?;
     if write && moved > 0 {

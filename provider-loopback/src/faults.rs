@@ -62,6 +62,10 @@ named_enum! {
         /// the checks of its keys and descriptors, and before it changes any memory. An injected
         /// error becomes the result of the request.
         Transfer = "transfer",
+        /// The execution of a write or read of memory that was imported as a dma-buf or as a device
+        /// address, after [`NicCall::Transfer`]. An injected error becomes the result of the
+        /// request, as for a device that the NIC registers and does not reach.
+        ImportedTransfer = "transfer of imported memory",
         /// The NIC's copy of one chunk of a staged transfer. [`Faults::hold`] stops the NIC before
         /// it copies the chunk. An injected error ends the transfer.
         Chunk = "staged chunk",

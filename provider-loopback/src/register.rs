@@ -120,7 +120,7 @@ impl DomainState {
         let (memory, at) = match &piece.backing {
             Backing::Host { owned: true } => (PieceMemory::Owned, start),
             Backing::Host { owned: false } => (self.import_borrowed(request, piece.range)?, start),
-            Backing::DmaBuf { fd, offset } => {
+            Backing::DmaBuf { fd, offset, .. } => {
                 memory::import_fd(*fd, offset.0, piece.range.len(), request.access.nic_writes())?
             }
             Backing::PeerMemory { iface, address } => {

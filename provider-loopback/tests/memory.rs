@@ -16,6 +16,7 @@ use copied_device::{CopiedDevice, Copies};
 use hmem_core::{
     Access, Address, AddressRange, Addressing, DmaBufOffset, Error, ErrorKind, Iface, Iova, MrMode,
     RemoteKey, Result,
+    iface::DmaBufMapping,
     provider::{Backing, ManualProgress, Piece},
     transfer::{AtomicOp, AtomicType, Operation, RemoteSegment},
 };
@@ -152,7 +153,11 @@ fn file(fd: &OwnedFd, offset: u64, len: u64) -> Piece<'_> {
     Piece {
         range: AddressRange::new(Address(0x7000_0000_0000 + offset % page_size() as u64), len)
             .unwrap(),
-        backing: Backing::DmaBuf { fd: fd.as_fd(), offset: DmaBufOffset(offset) },
+        backing: Backing::DmaBuf {
+            fd: fd.as_fd(),
+            offset: DmaBufOffset(offset),
+            mapping: DmaBufMapping::Default,
+        },
     }
 }
 

@@ -5,9 +5,10 @@
 use std::{
     any::Any,
     borrow::Cow,
-    ffi::c_int,
+    ffi::{CStr, c_int},
     fs,
     mem::{self, offset_of},
+    path::Path,
     sync::{Arc, atomic::AtomicU32},
 };
 
@@ -30,6 +31,9 @@ use super::{
 
 /// Maximum number of ranges in one region. Each range has a registration of its own.
 const RANGES: usize = 32;
+
+/// Vendor id of Mellanox devices, which the drivers of mlx4 and mlx5 report.
+const MELLANOX_VENDOR: u32 = 0x2c9;
 
 /// Vendor id of rdma_rxe devices: `RXE_VENDOR_ID` in the kernel's driver.
 const RXE_VENDOR: u32 = 0xff_ffff;
@@ -170,6 +174,9 @@ impl OpenDevice {
         device.on_demand = device.query_on_demand()?;
         let dma_buf = device.probe_dma_buf()?;
         device.provider_attr = describe(&device.nic, &device.attr, dma_buf, pcie_mapping_first);
+        if dma_buf && device.attr.vendor_id == MELLANOX_VENDOR {
+            device.provider_attr.imports.data_direct = device.query_data_direct();
+        }
         device.window_types = device.describe_windows();
         Ok(device)
     }
@@ -378,6 +385,25 @@ impl OpenDevice {
         Ok(imports)
     }
 
+    /// Returns the PCI domain of the device's Data Direct function. Returns `None` if the device
+    /// has none, or if libmlx5 or the kernel is too old to tell.
+    fn query_data_direct(&self) -> Option<u32> {
+        let path_of = self.library.functions.mlx5_data_direct_path?;
+        let mut buffer = [0_u8; libc::PATH_MAX as usize];
+        // SAFETY: the context is open and the buffer is writable for the call. The library returns
+        // EOPNOTSUPP for the context of another driver.
+        let returned = unsafe { path_of(self.context, buffer.as_mut_ptr().cast(), buffer.len()) };
+        if let Err(error) = self.check("mlx5dv_get_data_direct_sysfs_path", returned) {
+            tracing::debug!(nic = %self.nic, %error, "no Data Direct");
+            return None;
+        }
+        let path = Path::new(CStr::from_bytes_until_nul(&buffer).ok()?.to_str().ok()?);
+        let domain =
+            bus_id_of(path).and_then(|id| u32::from_str_radix(id.split_once(':')?.0, 16).ok());
+        tracing::debug!(nic = %self.nic, path = %path.display(), ?domain, "Data Direct function");
+        domain
+    }
+
     fn describe_windows(&self) -> Vec<WindowType> {
         if self.attr.max_mw <= 0 || self.ops().alloc_mw.is_none() {
             return Vec::new();
@@ -438,6 +464,8 @@ fn describe(
             // No driver call reports whether the device needs the PCIe mapping. The builder or the
             // environment sets it, or the path search decides by the topology.
             pcie_mapping_first,
+            // Only libmlx5 reports a Data Direct function (`OpenDevice::query_data_direct`).
+            data_direct: None,
         },
         staged_access: Access::READ | Access::WRITE | Access::SEND | Access::RECV,
         flags,
@@ -456,8 +484,12 @@ pub(super) fn max_registration(attr: &DeviceAttr) -> u64 {
 /// Returns the PCI bus id of the device, from the link `/sys/class/infiniband/<name>/device`. A
 /// software device has no such link.
 fn pci_bus_id(name: &str) -> Option<String> {
-    let device = fs::canonicalize(format!("/sys/class/infiniband/{name}/device")).ok()?;
-    let id = device.file_name()?.to_str()?;
+    bus_id_of(&fs::canonicalize(format!("/sys/class/infiniband/{name}/device")).ok()?)
+}
+
+/// Returns the last component of a path in sysfs if it is a PCI bus id.
+fn bus_id_of(path: &Path) -> Option<String> {
+    let id = path.file_name()?.to_str()?;
     let (domain, rest) = id.split_once(':')?;
     let hex = |text: &str| text.chars().all(|digit| digit.is_ascii_hexdigit());
     (hex(domain) && rest.len() == 7 && rest.contains(':') && rest.contains('.'))

@@ -11,6 +11,7 @@ use std::{
 
 use hmem_core::{
     Access, Address, AddressRange, DmaBufOffset, Error, ErrorKind, Parallel, Result,
+    iface::DmaBufMapping,
     provider::{Backing, Piece, ProviderRegion, Registration},
 };
 
@@ -280,11 +281,11 @@ impl Registrar<'_> {
                 let address = Address(address.0.wrapping_add(offset));
                 self.by_address(part, address, base, flags, BackingKind::PeerMemory)?
             }
-            Backing::DmaBuf { fd, offset: start } => {
+            Backing::DmaBuf { fd, offset: start, mapping } => {
                 let start = start.0.checked_add(offset).ok_or_else(|| {
                     self.refuse(ErrorKind::AddressWraps, "ibv_reg_dmabuf_mr", "the offset wraps")
                 })?;
-                self.by_dma_buf(part, *fd, DmaBufOffset(start), base, flags)?
+                self.by_dma_buf(part, (*fd, DmaBufOffset(start), *mapping), base, flags)?
             }
             Backing::Staged { .. } => {
                 return Err(self.refuse(
@@ -342,15 +343,12 @@ impl Registrar<'_> {
     fn by_dma_buf(
         &self,
         range: AddressRange,
-        fd: BorrowedFd<'_>,
-        DmaBufOffset(offset): DmaBufOffset,
+        (fd, DmaBufOffset(offset), mapping): (BorrowedFd<'_>, DmaBufOffset, DmaBufMapping),
         base: u64,
         flags: AccessFlags,
     ) -> Result<*mut Mr> {
-        const SYMBOL: &str = "ibv_reg_dmabuf_mr";
-        let why = "this libibverbs is too old (before IBVERBS_1.12)";
-        let lacks = || self.refuse(ErrorKind::Unsupported, SYMBOL, why);
-        let register = self.pd.device.library.functions.reg_dmabuf_mr.ok_or_else(lacks)?;
+        let data_direct = mapping == DmaBufMapping::DataDirect;
+        let symbol = if data_direct { "mlx5dv_reg_dmabuf_mr" } else { "ibv_reg_dmabuf_mr" };
         if flags.contains(AccessFlags::LOCAL_WRITE) {
             // Some exporters and drivers do not check the fd's mode: they accept write rights for a
             // heap's read-only fd.
@@ -359,15 +357,29 @@ impl Registrar<'_> {
             })?;
             if !mode.contains(rustix::fs::OFlags::RDWR) {
                 let why = "export the fd for writing: it is read-only";
-                let refused = self.refuse(ErrorKind::AccessDenied, SYMBOL, why);
+                let refused = self.refuse(ErrorKind::AccessDenied, symbol, why);
                 return Err(refused.context("access", names(flags)));
             }
         }
         let (len, raw, access) = (range.len() as usize, fd.as_raw_fd(), flags.bits() as c_int);
-        // SAFETY: the protection domain is alive and the fd open for the call; the driver checks
-        // offset and length.
-        let mr = unsafe { register(self.pd.pd, offset, len, base, raw, access) };
-        let call = RegistrationCall { symbol: SYMBOL, range, flags, backing: BackingKind::DmaBuf };
+        let functions = &self.pd.device.library.functions;
+        let mr = if data_direct {
+            let why = "install libmlx5 of rdma-core 54 or newer (MLX5_1.25)";
+            let lacks = || self.refuse(ErrorKind::Unsupported, symbol, why);
+            let register = functions.mlx5_reg_dmabuf_mr.ok_or_else(lacks)?;
+            let mlx5 = sys::MLX5DV_REG_DMABUF_ACCESS_DATA_DIRECT;
+            // SAFETY: the protection domain is alive and the fd open for the call; the driver
+            // checks offset and length. The library refuses a protection domain of another driver.
+            unsafe { register(self.pd.pd, offset, len, base, raw, access, mlx5) }
+        } else {
+            let why = "this libibverbs is too old (before IBVERBS_1.12)";
+            let lacks = || self.refuse(ErrorKind::Unsupported, symbol, why);
+            let register = functions.reg_dmabuf_mr.ok_or_else(lacks)?;
+            // SAFETY: the protection domain is alive and the fd open for the call; the driver
+            // checks offset and length.
+            unsafe { register(self.pd.pd, offset, len, base, raw, access) }
+        };
+        let call = RegistrationCall { symbol, range, flags, backing: BackingKind::DmaBuf };
         self.registered(mr, &call).map_err(|error| error.context("offset", offset))
     }
 

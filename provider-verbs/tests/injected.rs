@@ -668,7 +668,11 @@ fn parts_of_imported_memory_keep_their_offsets() {
     let parts =
         [(0, 5 * half, 3 * half), (5 * half, 3 * page, 4 * page), (11 * half, 3 * half, 7 * page)];
     for (backing, call, start) in [
-        (Backing::DmaBuf { fd, offset }, "reg_dmabuf_mr", offset.0),
+        (
+            Backing::DmaBuf { fd, offset, mapping: DmaBufMapping::Default },
+            "reg_dmabuf_mr",
+            offset.0,
+        ),
         (Backing::PeerMemory { iface: &iface, address }, "reg_mr_iova2", address.0),
     ] {
         calls();
@@ -697,7 +701,11 @@ fn dma_buf_support_is_probed_and_read_only_fds_are_refused() {
     std::fs::remove_file(&path).expect("remove");
     let piece = |fd| Piece {
         range: range(0x5000, 4096),
-        backing: Backing::DmaBuf { fd, offset: DmaBufOffset(0x2000) },
+        backing: Backing::DmaBuf {
+            fd,
+            offset: DmaBufOffset(0x2000),
+            mapping: DmaBufMapping::Default,
+        },
     };
     calls();
     let none = VerbsOptions::empty();

@@ -24,9 +24,10 @@ const NOT_OVER_A_GPU: [&str; 15] = [
     "sparse::peer_memory_that_no_hook_watches_is_refused",
 ];
 /// Tests that need two GPUs, or GPUs that export dma-bufs. They are skipped elsewhere.
-const NEED_TWO_GPUS_OR_DMA_BUFS: [&str; 8] = [
+const NEED_TWO_GPUS_OR_DMA_BUFS: [&str; 9] = [
     "cache::free_on_one_device_keeps_the_entry_of_the_other",
     "cache::concurrent_reuse_of_addresses_is_never_a_stale_hit",
+    "paths::reach_check_transfers_a_page_of_device_memory",
     "paths::registrations_of_device_memory_leave_nothing_open",
     "paths::range_over_several_handles_is_one_region",
     "paths::range_with_an_unexportable_segment_names_it",

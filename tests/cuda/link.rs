@@ -27,8 +27,13 @@ pub(crate) fn check(code: CuResult) {
 }
 
 /// Import abilities of a NIC that supports dma-bufs and staged copies, but not peer memory.
-pub(crate) const IMPORTS: Imports =
-    Imports { dma_buf: true, pcie_mapping_first: Some(false), peer_memory: false, staged: true };
+pub(crate) const IMPORTS: Imports = Imports {
+    dma_buf: true,
+    pcie_mapping_first: Some(false),
+    data_direct: None,
+    peer_memory: false,
+    staged: true,
+};
 
 /// Returns true if the tests run over a GPU (`HMEM_CUDA=real`).
 pub(crate) fn real() -> bool {
@@ -104,6 +109,12 @@ impl Link {
     pub(crate) fn with(profile: Profile, imports: Imports, p2p: P2pPolicy) -> Self {
         let attr = DomainAttr { p2p, ..DomainAttr::default() };
         Self::new(profile, imports, CudaMonitorKind::Auto, attr)
+    }
+
+    /// Opens a link whose domain checks direct paths by transfers.
+    pub(crate) fn with_reach_checks(profile: Profile) -> Self {
+        let attr = DomainAttr { reach_check: Some(true), ..DomainAttr::default() };
+        Self::new(profile, IMPORTS, CudaMonitorKind::Auto, attr)
     }
 
     /// Opens a link whose transfers may not call the driver.

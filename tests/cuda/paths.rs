@@ -69,6 +69,24 @@ fn each_kind_of_memory_moves_its_bytes_by_its_own_path() {
     }
 }
 
+/// LIFE-11
+///
+/// The check copies by the driver and flushes the NIC's writes, as the transfers of the test do.
+#[test]
+fn reach_check_transfers_a_page_of_device_memory() {
+    let link = Link::with_reach_checks(Profile::default());
+    if link.no_rdma() {
+        return;
+    }
+    let decision = moved(&link, AllocationKind::Device, 5000);
+    if decision.path != Path::DmaBuf && not_over_a_gpu("the device has no direct path") {
+        return;
+    }
+    let check = &decision.attempts[0];
+    assert_eq!(check.call, "check_reach(dma-buf, Default mapping)", "{decision}");
+    assert!(check.error.is_none(), "{decision}");
+}
+
 /// HM-08
 ///
 /// The reason in the decision says that managed memory migrates.

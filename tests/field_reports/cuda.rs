@@ -3,7 +3,7 @@
 use std::thread;
 
 use hmem::{
-    Address, AddressRange, CacheAttr, DomainAttr, Errno, ErrorKind, MrMode, Path, Request,
+    Address, AddressRange, CacheAttr, DomainAttr, Errno, ErrorKind, Iface, MrMode, Path, Request,
     iface::DmaBufMapping,
     loopback::{Faults, Loopback, NicCall},
     path::P2pPolicy,
@@ -251,6 +251,41 @@ fn torchcomms_160_refusal_of_a_nic_out_of_reach_names_the_topology() {
     let topology = ["acs", "iommu", "device-not-reachable-from-nic"];
     assert!(topology.contains(&cause), "{cause}");
     assert!(attempt.cause.is_some() && attempt.remedy.is_some(), "{error:?}");
+}
+
+/// REL-06
+///
+/// The NIC has a Data Direct function in the PCI domain of the GPU. The buffers begin at pages of a
+/// block, and one of them inside a page.
+#[test]
+fn torchcomms_3027_small_buffers_use_data_direct_or_the_next_mapping() {
+    let machine = Machine::new(Profile::default());
+    let gpu = machine.cuda.devices().expect("a GPU").remove(0).pci_bus_id.expect("an address");
+    let domain = u32::from_str_radix(gpu.split(':').next().expect("a domain"), 16).expect("hex");
+    let imports = Imports { pcie_mapping_first: None, data_direct: Some(domain), ..DMA_BUF };
+    let wire = machine.wire(imports, required());
+    let block = machine.buffer(4 << 20);
+    let page = rustix::param::page_size() as u64;
+    for at in [0, page, 3 * page] {
+        let range = block.range().slice(at, 1000).expect("inside");
+        let region = wire.expose(range).expect("registered");
+        let decision = region.decision().expect("a decision");
+        assert_eq!(decision.mapping, DmaBufMapping::DataDirect, "{decision}");
+        let key = region.key().expect("a key");
+        wire.put(&key, 0, &pattern(at, 1000)).expect("write");
+        wire.get(&key, 999, 2).expect_err("the key covers the buffer only");
+        region.close().expect("close");
+    }
+    let range = block.range().slice(page + 0x200, 1000).expect("inside");
+    let region = wire.expose(range).expect("registered");
+    let decision = region.decision().expect("a decision");
+    assert_eq!(decision.mapping, DmaBufMapping::Default, "{decision}");
+    assert_eq!(decision.attempts[0].cause_name, Some("data-direct-unaligned"), "{decision}");
+    region.close().expect("close");
+    let region = wire.expose(block.range()).expect("registered");
+    let decision = region.decision().expect("a decision");
+    assert_eq!(decision.mapping, DmaBufMapping::DataDirect, "one unaligned buffer: {decision}");
+    region.close().expect("close");
 }
 
 /// REL-06, HM-06

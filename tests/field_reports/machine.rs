@@ -14,8 +14,13 @@ use hmem_fake_cuda::{FakeDriver, Profile};
 use crate::wire::Wire;
 
 /// Abilities of a NIC that imports dma-bufs, and has neither peer memory nor staged copies.
-pub(crate) const DMA_BUF: Imports =
-    Imports { dma_buf: true, pcie_mapping_first: Some(false), peer_memory: false, staged: false };
+pub(crate) const DMA_BUF: Imports = Imports {
+    dma_buf: true,
+    pcie_mapping_first: Some(false),
+    data_direct: None,
+    peer_memory: false,
+    staged: false,
+};
 
 /// Abilities of a NIC that reaches device memory by staged copies alone.
 pub(crate) const STAGED: Imports = Imports { dma_buf: false, staged: true, ..DMA_BUF };

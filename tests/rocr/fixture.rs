@@ -77,6 +77,7 @@ impl Fixture {
         let imports = Imports {
             dma_buf: true,
             pcie_mapping_first: Some(pcie_mapping_first),
+            data_direct: None,
             peer_memory: false,
             staged: true,
         };

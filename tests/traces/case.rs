@@ -515,6 +515,7 @@ impl Default for Case {
             imports: Imports {
                 dma_buf: true,
                 pcie_mapping_first: Some(false),
+                data_direct: None,
                 peer_memory: false,
                 staged: true,
             },

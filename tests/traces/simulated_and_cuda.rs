@@ -31,6 +31,7 @@ pub(crate) fn imports(letters: &str) -> Imports {
     Imports {
         dma_buf: letters.contains('d'),
         pcie_mapping_first: Some(letters.contains('P')),
+        data_direct: None,
         peer_memory: letters.contains('p'),
         staged: letters.contains('s'),
     }

@@ -17,7 +17,7 @@ pub(crate) fn program() -> String {
 }
 
 /// The environment variables that the command reads.
-const VARIABLES: [&str; 23] = [
+const VARIABLES: [&str; 24] = [
     "CLICOLOR_FORCE",
     "COLUMNS",
     "FI_HMEM",
@@ -32,6 +32,7 @@ const VARIABLES: [&str; 23] = [
     "HMEM_CUDA_LIBRARY",
     "HMEM_CUDA_MONITOR",
     "HMEM_DIRECT_PATHS",
+    "HMEM_REACH_CHECK",
     "HMEM_HLTHUNK_LIBRARY",
     "HMEM_NEURON_LIBRARY",
     "HMEM_NEURON_START_RUNTIME",

@@ -33,8 +33,24 @@ pub struct DomainAttr {
     /// `None`, the default, means the list of `hmem::Builder::direct_paths` or the variable
     /// `HMEM_DIRECT_PATHS`, if `hmem::Hmem` opens the domain. Without such a list, `None` means
     /// dma-buf, then peer memory. Dma-bufs with the PCIe mapping are tried first if
-    /// [`Imports::pcie_mapping_first`](crate::provider::Imports::pcie_mapping_first) is true.
+    /// [`Imports::pcie_mapping_first`](crate::provider::Imports::pcie_mapping_first) is true. Data
+    /// Direct comes before both if [`Imports::data_direct`](crate::provider::Imports::data_direct)
+    /// is the PCI domain of the device.
     pub direct_paths: Option<Vec<DirectPath>>,
+    /// True to check each direct path of a device and NIC before its first use: the NIC reads and
+    /// writes a page of the device's memory, in a transfer to itself. Some machines register device
+    /// memory for a NIC that cannot reach it, and only transfers show that.
+    ///
+    /// The result is an attempt in the decision, and is kept for later registrations of all domains
+    /// with the same path selector. After a failed check the search tries the next path. A check
+    /// allocates a page of device memory, and opens two endpoints for a moment. A check that cannot
+    /// run (on a NIC without an active port, for example) changes no decision. It is an attempt
+    /// too, and the next registration repeats it. A dma-buf that the application supplies is not
+    /// checked.
+    ///
+    /// `None`, the default, means the setting of `hmem::Builder::reach_check` or the variable
+    /// `HMEM_REACH_CHECK`, if `hmem::Hmem` opens the domain, and otherwise false.
+    pub reach_check: Option<bool>,
     /// The size and number of staging buffers, for device memory that the NIC cannot reach.
     pub staging: StagingAttr,
     /// The write ordering of cached regions, and of requests without
@@ -77,6 +93,7 @@ impl Default for DomainAttr {
             cache: None,
             p2p: P2pPolicy::Enabled,
             direct_paths: None,
+            reach_check: None,
             staging: StagingAttr::default(),
             ordering: WriteOrdering::default(),
             driver_calls_in_transfers: true,

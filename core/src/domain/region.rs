@@ -6,12 +6,12 @@ use std::{
 };
 
 use crate::{
-    Access, AddressRange, BindFlags, Decision, DeviceId, Error, ErrorKind, IfaceKind, Iova,
-    LocalKey, MrFlags, MrMode, RailKey, RailKeys, RawKey, Rejected, RemoteKey, Result,
+    Access, AddressRange, Addressing, BindFlags, Decision, DeviceId, Error, ErrorKind, IfaceKind,
+    Iova, LocalKey, MrFlags, MrMode, RailKey, RailKeys, RawKey, Rejected, RemoteKey, Result,
     counter::Counter,
     domain::region_state::{RegionInner, RegionState},
     event_queue::RegionId,
-    provider::{Features, ProviderDomain, ProviderRegion},
+    provider::{self, Features, ProviderDomain, ProviderRegion},
 };
 
 /// A registered memory region (`fid_mr`).
@@ -133,18 +133,12 @@ impl MemoryRegion {
         if self.inner.domain.effective.contains(MrMode::RAW) {
             return Err(unavailable("in RAW mode use raw_attr here and map_raw at the peer"));
         }
-        let single =
-            || RemoteKey::new(self.inner.domain.addressing(), self.start(), self.len(), region.key);
-        Ok(self.composite_key(region)?.unwrap_or_else(single))
+        self.remote_key(region)
     }
 
-    /// Returns the remote key that the provider composes for the region. Returns `None` if the
-    /// single number [`ProviderRegion::key`] is the whole key.
-    fn composite_key(&self, region: ProviderRegion) -> Result<Option<RemoteKey>> {
-        match self.inner.domain.provider.composite_keys() {
-            Some(keys) => keys.remote_key(region),
-            None => Ok(None),
-        }
+    fn remote_key(&self, region: ProviderRegion) -> Result<RemoteKey> {
+        let domain = &self.inner.domain;
+        provider::remote_key(&*domain.provider, region, domain.addressing(), self.ranges())
     }
 
     /// Returns the address at which peers access the first byte: the virtual address in VIRT_ADDR
@@ -152,19 +146,11 @@ impl MemoryRegion {
     /// ([`Request::extension`](super::Request::extension)).
     #[must_use]
     pub fn base_addr(&self) -> Iova {
-        let composite = self.inner.registered().map(|region| self.composite_key(region));
-        match composite {
-            Some(Ok(Some(key))) => key.base(),
-            _ => self.start(),
-        }
-    }
-
-    /// Returns the address at which peers access the first byte if the key is not composite: the
-    /// virtual address in VIRT_ADDR mode, otherwise 0.
-    fn start(&self) -> Iova {
-        match self.inner.domain.addressing() {
-            crate::Addressing::ZeroBased => Iova(0),
-            crate::Addressing::Virtual => Iova(self.inner.range.start().0),
+        let key = self.inner.registered().map(|region| self.remote_key(region));
+        match (key, self.inner.domain.addressing()) {
+            (Some(Ok(key)), _) => key.base(),
+            (_, Addressing::ZeroBased) => Iova(0),
+            (_, Addressing::Virtual) => Iova(self.inner.range.start().0),
         }
     }
 

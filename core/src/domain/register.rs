@@ -164,6 +164,7 @@ impl DomainInner {
             parallel,
             policy: self.attr.p2p,
             direct_paths: self.attr.direct_paths.as_deref(),
+            reach_check: self.attr.reach_check == Some(true),
             ordering: terms.ordering.unwrap_or(self.attr.ordering),
             driver_calls_in_transfers: self.attr.driver_calls_in_transfers,
             exports: terms.exports.as_ref(),

@@ -12,6 +12,10 @@ pub struct Imports {
     /// and false if it should not. `None` leaves the order to the path search, which knows the
     /// machine's topology.
     pub pcie_mapping_first: Option<bool>,
+    /// The PCI domain of the NIC's Data Direct function, by which the NIC can register a dma-buf
+    /// ([`DmaBufMapping::DataDirect`](crate::iface::DmaBufMapping::DataDirect)). `None` if the NIC
+    /// has no such function, or if its driver does not report one.
+    pub data_direct: Option<u32>,
     /// True if the NIC can register device addresses, which peer-memory clients in the kernel
     /// resolve. Only an attempt to register shows if a client exists for a given device.
     pub peer_memory: bool,

@@ -33,8 +33,10 @@ pub use self::{
 };
 
 use crate::{
-    Address, AddressRange, AuthKey, DmaBufOffset, Iface, MrMode, Result,
+    Address, AddressRange, Addressing, AuthKey, DmaBufOffset, Iface, Iova, MrMode, RemoteKey,
+    Result,
     counter::Counter,
+    dma_buf::DmaBufMapping,
     registry::Registry,
     transfer::{Completion, EndpointName, PeerId, WorkRequest},
 };
@@ -77,6 +79,10 @@ pub enum Backing<'a> {
         fd: BorrowedFd<'a>,
         /// The offset of the piece in the dma-buf, in bytes.
         offset: DmaBufOffset,
+        /// The route by which the NIC is to reach the memory. [`DmaBufMapping::DataDirect`] comes
+        /// only to a NIC with [`Imports::data_direct`]. A provider ignores the other routes, which
+        /// the device chose at the export.
+        mapping: DmaBufMapping,
     },
     /// A device address that a peer-memory client resolves.
     PeerMemory {
@@ -297,6 +303,32 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     fn remedy_without(&self, _missing: Features) -> Option<&'static str> {
         None
     }
+}
+
+/// Returns the remote key of a region of `domain`: the key that the facet [`CompositeKeys`]
+/// returns, or else a key with the single number of the region. `ranges` is the region's memory.
+///
+/// # Panics
+/// Panics if `ranges` is empty.
+///
+/// # Errors
+/// The errors of [`CompositeKeys::remote_key`].
+pub fn remote_key(
+    domain: &dyn ProviderDomain,
+    region: ProviderRegion,
+    addressing: Addressing,
+    ranges: &[AddressRange],
+) -> Result<RemoteKey> {
+    let composite = domain.composite_keys().map(|keys| keys.remote_key(region)).transpose()?;
+    let single = || {
+        let base = match addressing {
+            Addressing::ZeroBased => Iova(0),
+            Addressing::Virtual => Iova(ranges[0].start().0),
+        };
+        let len = ranges.iter().map(|range| range.len()).sum();
+        RemoteKey::new(addressing, base, len, region.key)
+    };
+    Ok(composite.flatten().unwrap_or_else(single))
 }
 
 /// A request to open an endpoint.

@@ -65,6 +65,7 @@ impl DmaBufExporter for SimulatedInner {
     ) -> Result<DmaBufExport> {
         const OPERATION: &str = "export dma-buf";
         self.call(DeviceCall::ExportDmaBuf)?;
+        let mapping = mapping.of_export();
         let refused =
             |kind| Error::new(kind, OPERATION).iface(&self.config).context("range", range);
         if range.is_empty() {

@@ -29,6 +29,8 @@ const EXPORT: &[Step] = &[Step::Export];
 const ANY_EXPORT: &[Step] = &[Step::ExportWhole, Step::Export];
 const SEGMENTS_OR_EXPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export];
 const EXPORT_OR_REGISTER: &[Step] = &[Step::ExportWhole, Step::Export, Step::Register];
+/// The steps that show that a NIC does not reach a device.
+const REACH: &[Step] = &[Step::ExportWhole, Step::Export, Step::Register, Step::Transfer];
 const NOT_IMPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export, Step::Register];
 const REGISTER: &[Step] = &[Step::Register];
 const IMPORT_OR_REGISTER: &[Step] = &[Step::Import, Step::Register];
@@ -139,6 +141,45 @@ pub const CAUSES: &[RefusalCause] = &[
                 RDMA core",
         remedy: "run Linux 5.12 or newer, or a vendor's RDMA stack with dma-buf registration \
                  (MLNX_OFED 5.5), or load a peer-memory client",
+        ..ANY
+    },
+    RefusalCause {
+        name: "nic-without-data-direct",
+        rank: 22,
+        paths: DMA_BUF,
+        steps: &[Step::Import],
+        mapping: Some(DmaBufMapping::DataDirect),
+        answers: &[Answer::UNSUPPORTED],
+        cause: "the NIC has no Data Direct function, or its driver does not report one",
+        remedy: "use an mlx5 NIC with a Data Direct function (`hmem topo` shows it), with Linux \
+                 6.12 and rdma-core 54 or newer, or leave dma-buf-data-direct out of the list",
+        ..ANY
+    },
+    RefusalCause {
+        name: "data-direct-unaligned",
+        rank: 24,
+        paths: DMA_BUF,
+        steps: REGISTER,
+        mapping: Some(DmaBufMapping::DataDirect),
+        answers: &[Answer::Errno(&[95]), Answer::UNSUPPORTED],
+        cause: "Data Direct registers only memory that begins at a boundary of the kernel's pages \
+                (64 KiB on many machines with Grace CPUs)",
+        remedy: "none needed if another mapping works, which is tried next; for Data Direct, let \
+                 the registered range begin at a page boundary",
+        ..ANY
+    },
+    RefusalCause {
+        name: "data-direct-function",
+        rank: 26,
+        paths: DMA_BUF,
+        steps: &[Step::Register, Step::Transfer],
+        mapping: Some(DmaBufMapping::DataDirect),
+        answers: &[Answer::Errno(&[19, 22, 121, 524]), Answer::Kind(&[ErrorKind::Unreachable])],
+        cause: "the NIC's Data Direct function does not reach the device, or is not bound to the \
+                driver; only a function in the device's PCI domain reaches it",
+        remedy: "leave dma-buf-data-direct out of DomainAttr::direct_paths and HMEM_DIRECT_PATHS, \
+                 or use the NIC whose Data Direct function is below the device's switch (`hmem \
+                 topo` shows it)",
         ..ANY
     },
     RefusalCause {
@@ -256,7 +297,7 @@ pub const CAUSES: &[RefusalCause] = &[
         name: "c2c-pcie-mapping",
         rank: 162,
         paths: DMA_BUF,
-        steps: EXPORT_OR_REGISTER,
+        steps: REACH,
         mapping: Some(DmaBufMapping::Pcie),
         answers: NOT_REACHABLE,
         needs: Needs::some(
@@ -275,7 +316,7 @@ pub const CAUSES: &[RefusalCause] = &[
         name: "c2c-default-mapping",
         rank: 164,
         paths: DMA_BUF,
-        steps: EXPORT_OR_REGISTER,
+        steps: REACH,
         mapping: Some(DmaBufMapping::Default),
         answers: NOT_REACHABLE,
         needs: Needs::some("the device has NVLink-C2C", |facts| {
@@ -291,7 +332,7 @@ pub const CAUSES: &[RefusalCause] = &[
         name: "acs",
         rank: 170,
         paths: DIRECT,
-        steps: EXPORT_OR_REGISTER,
+        steps: REACH,
         answers: NOT_REACHABLE,
         needs: Needs::some("ACS redirects requests between the two", |facts| {
             facts.acs_redirects == Some(true)
@@ -306,7 +347,7 @@ pub const CAUSES: &[RefusalCause] = &[
         name: "iommu",
         rank: 180,
         paths: DIRECT,
-        steps: EXPORT_OR_REGISTER,
+        steps: REACH,
         answers: NOT_REACHABLE,
         needs: Needs::some("the IOMMU translates for the NIC or the device", |facts| {
             facts.iommu_translates == Some(true)
@@ -321,7 +362,7 @@ pub const CAUSES: &[RefusalCause] = &[
         name: "device-not-reachable-from-nic",
         rank: 190,
         paths: DIRECT,
-        steps: EXPORT_OR_REGISTER,
+        steps: REACH,
         answers: NOT_REACHABLE,
         cause: "the NIC cannot reach the device over PCIe, or the export has the mapping of a \
                 coherent link instead of the BAR's",

@@ -33,9 +33,19 @@ struct Class {
     policy: P2pPolicy,
     /// The domain's list of direct paths, without duplicates; `None` for the NIC's own order.
     direct_paths: Option<[Option<DirectPath>; DirectPath::ALL.len()]>,
+    /// True if the domain checks direct paths by transfers.
+    reach_check: bool,
     /// The kinds of memory that the NIC can import. They are part of the key because two providers
     /// with the same name may differ in them.
     imports: Imports,
+}
+
+/// The settings of a domain on which decisions depend.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Settings<'a> {
+    pub(super) policy: P2pPolicy,
+    pub(super) direct_paths: Option<&'a [DirectPath]>,
+    pub(super) reach_check: bool,
 }
 
 impl<'a> Key<'a> {
@@ -43,13 +53,13 @@ impl<'a> Key<'a> {
         iface: IfaceKind,
         device: Option<DeviceId>,
         kind: AllocationKind,
-        policy: P2pPolicy,
-        direct_paths: Option<&[DirectPath]>,
+        Settings { policy, direct_paths, reach_check }: Settings<'_>,
         attr: &'a ProviderAttr,
     ) -> Self {
         let place = |listed: &[DirectPath]| std::array::from_fn(|at| listed.get(at).copied());
         let direct_paths = direct_paths.map(place);
-        let class = Class { iface, device, kind, policy, direct_paths, imports: attr.imports };
+        let imports = attr.imports;
+        let class = Class { iface, device, kind, policy, direct_paths, reach_check, imports };
         Self { class, nic: &attr.nic }
     }
 }
@@ -176,18 +186,20 @@ mod tests {
         let peer_memory = Imports { peer_memory: true, ..Imports::default() };
         let mut keys = Vec::new();
         for device in [None, Some(DeviceId(0)), Some(DeviceId(1))] {
-            let listed = |first, second| Some([first, second, None]);
-            let [dma_buf, _, peer] = DirectPath::ALL.map(Some);
-            for (policy, direct_paths, imports) in [
-                (P2pPolicy::Enabled, None, Imports::default()),
-                (P2pPolicy::Enabled, None, peer_memory),
-                (P2pPolicy::Enabled, listed(None, None), peer_memory),
-                (P2pPolicy::Enabled, listed(dma_buf, peer), peer_memory),
-                (P2pPolicy::Enabled, listed(peer, dma_buf), peer_memory),
-                (P2pPolicy::Disabled, None, Imports::default()),
+            let listed = |first, second| Some([first, second, None, None]);
+            let [dma_buf, _, _, peer] = DirectPath::ALL.map(Some);
+            for (policy, direct_paths, reach_check, imports) in [
+                (P2pPolicy::Enabled, None, false, Imports::default()),
+                (P2pPolicy::Enabled, None, true, Imports::default()),
+                (P2pPolicy::Enabled, None, false, peer_memory),
+                (P2pPolicy::Enabled, listed(None, None), false, peer_memory),
+                (P2pPolicy::Enabled, listed(dma_buf, peer), false, peer_memory),
+                (P2pPolicy::Enabled, listed(peer, dma_buf), false, peer_memory),
+                (P2pPolicy::Disabled, None, false, Imports::default()),
             ] {
                 let (iface, kind) = (IfaceKind::CUDA, AllocationKind::Device);
-                let class = Class { iface, device, kind, policy, direct_paths, imports };
+                let class =
+                    Class { iface, device, kind, policy, direct_paths, reach_check, imports };
                 for provider in ["verbs", "loopback"] {
                     for name in ["mlx5_0", "mlx5_1"] {
                         let (provider, name) = (provider.into(), name.into());

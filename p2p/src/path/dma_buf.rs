@@ -72,7 +72,8 @@ pub(super) fn register_dma_buf(
         )));
     }
     let range = search.registration.ranges[0];
-    let piece = Piece { range, backing: Backing::DmaBuf { fd, offset } };
+    let backing = Backing::DmaBuf { fd, offset, mapping: variant.mapping() };
+    let piece = Piece { range, backing };
     // SAFETY: the caller of `PathSearch::new` upholds the conditions on the registration. The piece
     // is the registration's only range, and the NIC imports dma-bufs.
     match unsafe { search.provider.register(search.registration, &[piece]) } {

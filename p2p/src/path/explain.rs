@@ -34,6 +34,8 @@ pub struct ExplainRequest {
     pub policy: P2pPolicy,
     /// The direct paths of that domain ([`DomainAttr::direct_paths`]).
     pub direct_paths: Option<Vec<DirectPath>>,
+    /// The setting [`DomainAttr::reach_check`] of that domain.
+    pub reach_check: Option<bool>,
 }
 
 impl ExplainRequest {
@@ -42,8 +44,8 @@ impl ExplainRequest {
     #[must_use]
     pub fn new(iface: IfaceKind) -> Self {
         let size = rustix::param::page_size() as u64;
-        let (policy, direct_paths) = (P2pPolicy::default(), None);
-        Self { iface, device: None, kind: None, nic: None, size, policy, direct_paths }
+        let (policy, direct_paths, reach_check) = (P2pPolicy::default(), None, None);
+        Self { iface, device: None, kind: None, nic: None, size, policy, direct_paths, reach_check }
     }
 
     /// Sets the device that owns the memory.
@@ -80,6 +82,12 @@ impl ExplainRequest {
     #[must_use]
     pub fn direct_paths(self, paths: impl Into<Option<Vec<DirectPath>>>) -> Self {
         Self { direct_paths: paths.into(), ..self }
+    }
+
+    /// Sets whether the domain that would register the memory checks direct paths by transfers.
+    #[must_use]
+    pub fn reach_check(self, check: impl Into<Option<bool>>) -> Self {
+        Self { reach_check: check.into(), ..self }
     }
 }
 
@@ -162,6 +170,7 @@ impl DefaultPathSelector {
             hmem: true,
             p2p: request.policy,
             direct_paths: request.direct_paths.clone(),
+            reach_check: request.reach_check,
             ..DomainAttr::default()
         };
         let selector = Self::new().disable_p2p(self.disable_p2p).facts(Arc::clone(&self.facts));

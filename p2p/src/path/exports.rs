@@ -66,7 +66,9 @@ impl Division {
     }
 }
 
-/// The exports of all ranges with one dma-buf mapping and one [`Division`].
+/// The exports of all ranges with one dma-buf mapping and one [`Division`]. The mapping is that of
+/// the export ([`DmaBufMapping::of_export`]), so that registrations with and without Data Direct
+/// use the same exports.
 struct Set {
     mapping: DmaBufMapping,
     division: Division,
@@ -144,7 +146,7 @@ impl<'a> ExportSet<'a> {
     }
 
     /// Returns the dma-buf mapping with which the ranges are already exported; `None` if there is
-    /// no export.
+    /// no export. The mapping is never [`DmaBufMapping::DataDirect`].
     pub(super) fn existing(&self) -> Option<DmaBufMapping> {
         self.sets.first().map(|set| set.mapping)
     }
@@ -152,6 +154,7 @@ impl<'a> ExportSet<'a> {
     /// Returns the unit in which the ranges are already exported with this mapping; `None` if there
     /// is no such export.
     pub(super) fn unit_of(&self, mapping: DmaBufMapping) -> Option<ExportUnit> {
+        let mapping = mapping.of_export();
         self.sets.iter().find(|set| set.mapping == mapping).map(|set| set.division.unit())
     }
 
@@ -169,6 +172,7 @@ impl<'a> ExportSet<'a> {
         let (ranges, allocations) = (self.ranges, self.allocations);
         let memory = ranges.iter().zip(allocations);
         let exporter = self.iface.dma_buf();
+        let mapping = mapping.of_export();
         let exports = exporter.is_some_and(|exporter| exporter.mappings().contains(&mapping));
         if !exports || memory.clone().all(|(range, of)| *range == of.range) {
             return Ok(false);
@@ -223,7 +227,7 @@ impl<'a> ExportSet<'a> {
             Some(at) => at,
             None => {
                 self.query_segments()?;
-                let set = self.export(mapping, division, nic)?;
+                let set = self.export(mapping.of_export(), division, nic)?;
                 self.sets.push(set);
                 self.sets.len() - 1
             }
@@ -233,13 +237,14 @@ impl<'a> ExportSet<'a> {
         let layout = DmaBufLayout { segments, dma_bufs: set.made.len() };
         let layout = (segments > self.ranges.len()).then_some(layout);
         Ok(Exported {
-            pieces: set.made.iter().map(piece).collect(),
+            pieces: set.made.iter().map(|made| piece(made, mapping)).collect(),
             shape: ExportShape { unit: division.unit(), layout },
             refused: set.refused.clone(),
         })
     }
 
     fn at(&self, mapping: DmaBufMapping, division: Division) -> Option<usize> {
+        let mapping = mapping.of_export();
         self.sets.iter().position(|set| set.mapping == mapping && set.division == division)
     }
 
@@ -410,13 +415,13 @@ pub(super) fn named(iface: &Arc<dyn Iface>, error: Error) -> Error {
     if error.iface_kind() == Some(iface.kind()) { error.iface(iface) } else { error }
 }
 
-fn piece(made: &Made) -> Piece<'_> {
+fn piece(made: &Made, mapping: DmaBufMapping) -> Piece<'_> {
     let Made { range, exported, .. } = made;
     let export = made.export.export();
     // If the sum overflows, the offset lies beyond the dma-buf and the NIC refuses it.
     let offset = export.offset.0.saturating_add(range.start().0 - exported.start().0);
     let offset = DmaBufOffset(offset);
-    Piece { range: *range, backing: Backing::DmaBuf { fd: export.as_fd(), offset } }
+    Piece { range: *range, backing: Backing::DmaBuf { fd: export.as_fd(), offset, mapping } }
 }
 
 impl Drop for ExportSet<'_> {

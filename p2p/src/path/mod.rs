@@ -12,7 +12,7 @@
 //! [`DefaultPathSelector::explain`] shows a decision and leaves nothing registered.
 //!
 //! Layers, lower ones first: `cgroup`, [`cause`], `facts`, `variant`, `exports`, `search`, `probe`,
-//! `dma_buf`, `decisions`, this file, `explain`.
+//! `reach`, `dma_buf`, `decisions`, this file, `explain`.
 //!
 //! ```
 //! use hmem_core::{Path, path::PathSelector, provider::Nic};
@@ -31,6 +31,7 @@ mod explain;
 mod exports;
 mod facts;
 mod probe;
+mod reach;
 mod search;
 mod variant;
 
@@ -51,11 +52,12 @@ pub use self::{
     facts::{FactSource, LocalMachine},
 };
 use self::{
-    decisions::{Decided, DecisionTable, Key},
+    decisions::{Decided, DecisionTable, Key, Settings},
     dma_buf::register_dma_buf,
     exports::ExportSet,
     probe::{ProbeResult, probe},
-    search::{PathSearch, kind_of},
+    reach::{ReachTable, check_reach},
+    search::{PathSearch, Reach, kind_of},
     variant::{ExportShape, PathVariant},
 };
 pub use hmem_core::cause::Facts;
@@ -66,6 +68,7 @@ pub struct DefaultPathSelector {
     disable_p2p: bool,
     facts: Arc<dyn FactSource>,
     decisions: DecisionTable,
+    reached: ReachTable,
 }
 
 impl Default for DefaultPathSelector {
@@ -74,6 +77,7 @@ impl Default for DefaultPathSelector {
             disable_p2p: false,
             facts: Arc::new(LocalMachine::default()),
             decisions: DecisionTable::default(),
+            reached: ReachTable::default(),
         }
     }
 }
@@ -103,8 +107,8 @@ impl DefaultPathSelector {
     }
 
     /// Returns the remembered decision for the owner's memory on the NIC, if there is one.
-    /// Registrations of domains with this policy and these direct paths try the path of that
-    /// decision first. Calls no driver.
+    /// Registrations of domains with these settings try the path of that decision first. Calls no
+    /// driver.
     #[must_use]
     pub fn remembered(
         &self,
@@ -112,16 +116,29 @@ impl DefaultPathSelector {
         nic: &ProviderAttr,
         policy: P2pPolicy,
         direct_paths: Option<&[DirectPath]>,
+        reach_check: bool,
     ) -> Option<Arc<Decision>> {
         let kind = kind_of(owner);
-        let key = Key::new(owner.iface, owner.device, kind, policy, direct_paths, nic);
+        let settings = Settings { policy, direct_paths, reach_check };
+        let key = Key::new(owner.iface, owner.device, kind, settings, nic);
         self.decisions.get(&key).map(|decided| decided.decision)
     }
 
-    /// Forgets every decision. Later registrations then notice changes of the machine, such as a
-    /// loaded module or a raised limit.
+    /// Forgets every decision and every reach check. Later registrations then notice changes of the
+    /// machine, such as a loaded module or a raised limit.
     pub fn forget(&self) {
         self.decisions.clear();
+        self.reached.clear();
+    }
+
+    /// Returns the result of the reach check for the device and NIC of `search` over the direct
+    /// path `variant`. The first call runs the check.
+    fn reach(&self, search: &PathSearch<'_>, variant: PathVariant) -> Reach {
+        self.reached.get(search, variant).unwrap_or_else(|| {
+            let reach = check_reach(search, variant);
+            self.reached.store(search, variant, &reach);
+            reach
+        })
     }
 
     /// Registers over the remembered path. If no path is remembered, or if the remembered path is
@@ -140,7 +157,9 @@ impl DefaultPathSelector {
             let variant = match (decided.variant, exports.existing()) {
                 // All NICs share one export, under the dma-buf mapping that the first NIC used.
                 (PathVariant::DmaBuf(_), Some(existing))
-                    if search.registration.direct_paths.is_none() && !decided.own_mapping =>
+                    if search.registration.direct_paths.is_none()
+                        && !search.registration.reach_check
+                        && !decided.own_mapping =>
                 {
                     PathVariant::DmaBuf(existing)
                 }
@@ -229,7 +248,7 @@ impl DefaultPathSelector {
         let key = key_of(search);
         match probe(search) {
             ProbeResult::Direct(variant, decision) => {
-                let decided = Decided::new(variant, search.c2c_order().is_some(), *decision);
+                let decided = Decided::new(variant, search.has_own_mapping(), *decision);
                 self.decisions.insert(&key, decided);
             }
             ProbeResult::NoDirect(attempts) if staged => {
@@ -263,6 +282,8 @@ impl DefaultPathSelector {
     /// Stores a path for later registrations of other buffers. If no driver refused a path, this is
     /// the path of the current registration.
     ///
+    /// Stores nothing if the reach check of the path could not run.
+    ///
     /// A refusal may concern only the registered buffer. If the physical segments of that buffer
     /// are the known reason (`only_this_buffer`), stores nothing. Otherwise stores the result of a
     /// probe, if [`DecisionTable::count_refused`] says that a probe is due.
@@ -274,8 +295,11 @@ impl DefaultPathSelector {
         only_this_buffer: bool,
     ) {
         let key = key_of(search);
+        if search.unchecked {
+            return;
+        }
         if !search.refused_by_driver {
-            let own_mapping = search.c2c_order().is_some();
+            let own_mapping = search.has_own_mapping();
             self.remember_shape(&key, variant, own_mapping, decision.clone(), search.shape);
         } else if !only_this_buffer && self.decisions.count_refused(&key) {
             self.remember_probe(search, variant == PathVariant::Staged);
@@ -303,8 +327,9 @@ impl Drop for DeregisterOnPanic<'_> {
 
 fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
     let AddressOwner { iface, device, .. } = *search.owner;
-    let Registration { policy, direct_paths, .. } = *search.registration;
-    Key::new(iface, device, search.kind, policy, direct_paths, search.attr())
+    let Registration { policy, direct_paths, reach_check, .. } = *search.registration;
+    let settings = Settings { policy, direct_paths, reach_check };
+    Key::new(iface, device, search.kind, settings, search.attr())
 }
 
 /// Returns the decision of a registration over the remembered path of `decision`: `decision`

@@ -11,10 +11,11 @@
 use std::sync::Arc;
 
 use hmem_core::{
-    Allocation, AllocationKind, Decision, DeviceId, Error, ErrorKind, Iface, IfaceExt, MrFlags,
-    Result,
+    Access, Allocation, AllocationKind, Decision, DeviceId, Error, ErrorKind, Iface, IfaceExt,
+    MrFlags, Result, WriteOrdering,
     iface::AllocRequest,
     path::{Attempt, Target},
+    provider::ProviderRegion,
     registration::{KeyRequest, RegisteredMemory, Registration},
     registry::AddressOwner,
 };
@@ -35,11 +36,12 @@ pub(super) enum ProbeResult {
     /// - The page is of another kind than the memory, and a direct path works for the page.
     /// - A refusal may be temporary.
     /// - The page could not be deregistered.
+    /// - A reach check could not run.
     Unknown,
 }
 
 /// Runs `undo`, and once more if it fails, because no later code releases the probe's page.
-fn retry_once(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
+pub(super) fn retry_once(what: &'static str, undo: impl Fn() -> Result<()>) -> Result<()> {
     undo().or_else(|error| {
         tracing::warn!(
             what,
@@ -68,7 +70,7 @@ pub(super) fn probe(search: &PathSearch<'_>) -> ProbeResult {
     if !active.unwrap_or(false) {
         return ProbeResult::Unknown;
     }
-    match Page::allocate(search, iface, search.kind) {
+    match Page::allocate(search, iface, search.kind).map_err(|error| error.kind()) {
         Ok(page) => page.try_out(),
         // Some kinds cannot be allocated by themselves (a mapping of several allocations). The
         // probe then uses plain device memory. If no direct path works for plain device memory,
@@ -87,33 +89,38 @@ fn note_failure(error: &Error) {
     tracing::debug!(%error, "cannot allocate a page for a probe");
 }
 
-fn device_of(search: &PathSearch<'_>) -> DeviceId {
+pub(super) fn device_of(search: &PathSearch<'_>) -> DeviceId {
     search.owner.device.unwrap_or(DeviceId(0))
 }
 
 /// A page of device memory. Dropping the value frees it.
-struct Page<'a> {
+pub(super) struct Page<'a> {
     search: &'a PathSearch<'a>,
     iface: &'a Arc<dyn Iface>,
-    allocation: Allocation,
+    pub(super) allocation: Allocation,
     /// True if a NIC may still access the page. Dropping the value then leaks the page.
     may_be_registered: bool,
 }
 
 impl<'a> Page<'a> {
-    fn allocate(
+    pub(super) fn allocate(
         search: &'a PathSearch<'a>,
         iface: &'a Arc<dyn Iface>,
         kind: AllocationKind,
-    ) -> Result<Self, ErrorKind> {
+    ) -> Result<Self> {
         let len = rustix::param::page_size() as u64;
         let request = AllocRequest { len, device: device_of(search), kind };
-        let allocation = iface.allocate(&request).inspect_err(note_failure);
-        let allocation = allocation.map_err(|error| error.kind())?;
+        let allocation = iface.allocate(&request).inspect_err(note_failure)?;
         Ok(Self { search, iface, allocation, may_be_registered: false })
     }
 
-    fn try_out(mut self) -> ProbeResult {
+    /// Runs `body` with a search for the page, whose registration is that of the original search
+    /// as `changed` returns it.
+    fn with_search<T>(
+        &self,
+        changed: impl FnOnce(Registration<'_>) -> Registration<'_>,
+        body: impl FnOnce(&mut PathSearch<'_>, &mut ExportSet<'_>) -> T,
+    ) -> T {
         let ranges = [self.allocation.range];
         let allocations = [self.allocation];
         let owner = AddressOwner {
@@ -121,7 +128,7 @@ impl<'a> Page<'a> {
             device: self.allocation.device,
             allocation: Some(self.allocation),
         };
-        let registration = Registration {
+        let registration = changed(Registration {
             ranges: &ranges,
             memory: RegisteredMemory::Device {
                 iface: self.iface,
@@ -133,36 +140,88 @@ impl<'a> Page<'a> {
             page_size: 0,
             exports: None,
             ..*self.search.registration
-        };
+        });
         let mut exports = ExportSet::new(self.iface, &ranges, &allocations, None);
         let target = Target { registration: &registration, provider: self.search.provider };
         let PathSearch { selector, iface, .. } = *self.search;
-        // SAFETY: this function owns the page and no reference to its bytes exists. The page is
+        // SAFETY: this value owns the page and no reference to its bytes exists. The page is
         // freed only after it was deregistered. The other conditions are those of the registration
         // from which this one is copied.
         let mut search = unsafe { PathSearch::new(selector, target, &owner, iface) };
-        search.first_unit = self.search.first_unit;
+        body(&mut search, &mut exports)
+    }
+
+    fn try_out(mut self) -> ProbeResult {
         // This flag is cleared once no NIC can reach the page. A panic leaves it set.
         self.may_be_registered = true;
-        let direct = search.direct(&mut exports, None);
-        search.attempts.extend(exports.close());
-        let Some((variant, region)) = direct else {
+        let (result, region) = self.with_search(
+            |registration| registration,
+            |search, exports| {
+                search.first_unit = self.search.first_unit;
+                let direct = search.direct(exports, None);
+                search.attempts.extend(exports.close());
+                let Some((variant, region)) = direct else {
+                    let attempts = std::mem::take(&mut search.attempts);
+                    let unknown = search.may_be_temporary || search.unchecked;
+                    return match unknown {
+                        true => (ProbeResult::Unknown, None),
+                        false => (ProbeResult::NoDirect(attempts), None),
+                    };
+                };
+                let reason = "a page of the same kind was registered over this path";
+                let unchecked = search.unchecked;
+                let decision = Box::new(search.decision(variant, reason));
+                let result = match unchecked {
+                    true => ProbeResult::Unknown,
+                    false => ProbeResult::Direct(variant, decision),
+                };
+                (result, Some(region))
+            },
+        );
+        if region.is_some_and(|region| !self.deregister(region)) {
+            return ProbeResult::Unknown;
+        }
+        self.may_be_registered = false;
+        result
+    }
+
+    /// Registers the page over the path `variant`, with the rights of local and remote reads and
+    /// writes. Runs `body` and deregisters the page. Fails with the last refusal of the path.
+    pub(super) fn registered<T>(
+        mut self,
+        variant: PathVariant,
+        body: impl FnOnce(&Allocation, ProviderRegion) -> T,
+    ) -> Result<T> {
+        self.may_be_registered = true;
+        let taken = self.with_search(
+            |registration| Registration {
+                access: Access::READ | Access::WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE,
+                enabled: true,
+                ordering: WriteOrdering::Strict,
+                extension: None,
+                ..registration
+            },
+            |search, exports| search.take(variant, exports).map(|taken| taken.region),
+        );
+        let region = taken.map_err(|refusal| {
             self.may_be_registered = false;
-            return match search.may_be_temporary {
-                true => ProbeResult::Unknown,
-                false => ProbeResult::NoDirect(search.attempts),
-            };
-        };
-        if let Err(error) = retry_once("deregister", || search.provider.deregister(region)) {
+            refusal.error
+        })?;
+        let result = body(&self.allocation, region);
+        self.may_be_registered = !self.deregister(region);
+        Ok(result)
+    }
+
+    /// Deregisters the page. If that fails, logs the error and returns false.
+    fn deregister(&self, region: ProviderRegion) -> bool {
+        let done = retry_once("deregister", || self.search.provider.deregister(region));
+        let log = |error: &Error| {
             tracing::error!(
                 error = %error.full(),
                 "cannot deregister the page of a probe; it is leaked"
             );
-            return ProbeResult::Unknown;
-        }
-        self.may_be_registered = false;
-        let reason = "a page of the same kind was registered over this path";
-        ProbeResult::Direct(variant, Box::new(search.decision(variant, reason)))
+        };
+        done.inspect_err(log).is_ok()
     }
 }
 

@@ -21,6 +21,7 @@ use super::{
     exports::{Division, ExportSet, Exported, named},
     variant::{DmaBufLayout, ExportShape, PathRefusal, PathVariant},
 };
+use crate::topology::BusId;
 
 /// A region that was registered over one path, with the earlier refusals of that path.
 #[derive(Debug)]
@@ -30,6 +31,20 @@ pub(super) struct Taken {
     /// Refusals of other exports of the same memory, which were tried before on this path.
     pub(super) refused: Vec<PathRefusal>,
 }
+
+/// The result of a reach check: a transfer between the NIC and a page of the device's memory.
+#[derive(Clone, Debug)]
+pub(super) enum Reach {
+    /// The NIC read and wrote the page.
+    Works,
+    /// A transfer failed, or moved other bytes.
+    Fails(Error),
+    /// The check could not run.
+    Unchecked(Error),
+}
+
+/// The mark of a path whose refusal was recorded.
+struct PathRefused;
 
 /// A search for a path: the memory, the NIC, and the attempts so far.
 #[derive(Debug)]
@@ -56,6 +71,9 @@ pub(super) struct PathSearch<'a> {
     pub(super) refused_by_driver: bool,
     /// True if a refusal may be temporary, so that a retry may succeed.
     pub(super) may_be_temporary: bool,
+    /// True if the reach check of the chosen path could not run, so that the next registration must
+    /// repeat it.
+    pub(super) unchecked: bool,
     /// True if every path would refuse the request, so that the search ends.
     pub(super) request_refused: bool,
     /// True if the driver does not support an export with the default mapping. A refusal of the
@@ -70,6 +88,8 @@ pub(super) struct PathSearch<'a> {
     /// The order of dma-buf mappings that suits NVLink-C2C ([`PathSearch::c2c_order`]); unset
     /// before the first use.
     c2c_order: OnceCell<Option<C2cOrder>>,
+    /// The result of [`PathSearch::data_direct_first`]; unset before the first use.
+    data_direct_first: OnceCell<bool>,
 }
 
 /// The order of dma-buf mappings for a device with NVLink-C2C.
@@ -130,12 +150,14 @@ impl<'a> PathSearch<'a> {
             refused_with: None,
             refused_by_driver: false,
             may_be_temporary: false,
+            unchecked: false,
             request_refused: false,
             default_refused: false,
             first_unit: ExportUnit::Range,
             shape: ExportShape::default(),
             exports_refused: false,
             c2c_order: OnceCell::new(),
+            data_direct_first: OnceCell::new(),
         }
     }
 
@@ -186,6 +208,9 @@ impl<'a> PathSearch<'a> {
         mapping: DmaBufMapping,
         exports: &mut ExportSet<'_>,
     ) -> Result<Taken, PathRefusal> {
+        if mapping == DmaBufMapping::DataDirect {
+            self.check_data_direct()?;
+        }
         let mut refused: Vec<PathRefusal> = Vec::new();
         // True if the NIC refused a dma-buf of several segments.
         let mut spans = false;
@@ -243,6 +268,23 @@ impl<'a> PathSearch<'a> {
         Err(PathRefusal { before: refused, ..last })
     }
 
+    /// Refuses a range for Data Direct that does not begin at a page. The kernel needs the address
+    /// by which peers name the first byte at a page boundary, with the same offset in its page as
+    /// the dma-buf's offset.
+    fn check_data_direct(&self) -> Result<(), PathRefusal> {
+        let page = rustix::param::page_size() as u64;
+        let unaligned = |range: &&AddressRange| !range.start().0.is_multiple_of(page);
+        let Some(range) = self.registration.ranges.iter().find(unaligned) else { return Ok(()) };
+        let error = Error::new(ErrorKind::Unsupported, "register")
+            .provider(self.nic().to_string())
+            .context("range", range)
+            .context("page", page)
+            .remedy("register memory that begins at a page boundary");
+        let call = PathVariant::DmaBuf(DmaBufMapping::DataDirect).call(ExportShape::default());
+        let refusal = PathRefusal::new(Step::Register, call, error);
+        Err(PathRefusal { only_this_buffer: true, ..refusal })
+    }
+
     fn pieces<'b>(&self, backing: impl Fn(AddressRange) -> Backing<'b>) -> Vec<Piece<'b>> {
         let ranges = self.registration.ranges.iter();
         ranges.map(|&range| Piece { range, backing: backing(range) }).collect()
@@ -281,7 +323,39 @@ impl<'a> PathSearch<'a> {
             mappings.retain(|mapping| *mapping != existing);
             mappings.insert(0, existing);
         }
+        if self.data_direct_first() {
+            mappings.insert(0, DmaBufMapping::DataDirect);
+        }
         mappings.into_iter().map(DirectPath::DmaBuf).chain([DirectPath::PeerMemory]).collect()
+    }
+
+    /// Returns true if the NIC has a Data Direct function in the PCI domain of the device, which
+    /// then comes first. Returns false in these cases:
+    ///
+    /// - The domain's list of direct paths decides the order, or the provider forbids the PCIe
+    ///   mapping.
+    /// - The iface does not have the PCIe mapping.
+    /// - The PCI address of the device is not known.
+    pub(super) fn data_direct_first(&self) -> bool {
+        *self.data_direct_first.get_or_init(|| {
+            let imports = self.attr().imports;
+            let Some(domain) = imports.data_direct else { return false };
+            let decided = self.registration.direct_paths.is_some()
+                || imports.pcie_mapping_first == Some(false)
+                || !self.has_pcie_mapping();
+            if decided {
+                return false;
+            }
+            let log = |error: &Error| tracing::debug!(%error, "the device's address is unknown");
+            let device = self.bus_id().inspect_err(log).ok().flatten();
+            device.and_then(|id| id.parse::<BusId>().ok()).is_some_and(|id| id.domain == domain)
+        })
+    }
+
+    /// Returns true if NVLink-C2C or Data Direct decides the dma-buf mapping for the NIC. The NIC
+    /// then does not use exports that another NIC made with another mapping.
+    pub(super) fn has_own_mapping(&self) -> bool {
+        self.c2c_order().is_some() || self.data_direct_first()
     }
 
     fn has_pcie_mapping(&self) -> bool {
@@ -330,15 +404,24 @@ impl<'a> PathSearch<'a> {
         let mut lacking = Vec::new();
         for path in order {
             let variant = PathVariant::from(path);
-            // The two mappings of a dma-buf are one import.
-            if lacking.contains(&variant.path()) || tried == Some(variant) {
+            // The mappings of a dma-buf are one import, except for Data Direct.
+            let import = match variant {
+                PathVariant::DmaBuf(mapping) if mapping != DmaBufMapping::DataDirect => {
+                    PathVariant::DmaBuf(DmaBufMapping::Default)
+                }
+                variant => variant,
+            };
+            if lacking.contains(&import) || tried == Some(variant) {
                 continue;
             }
             if !self.imports(variant) {
-                lacking.push(variant.path());
+                lacking.push(import);
                 continue;
             }
+            let Ok(unchecked) = self.check_reach(variant) else { continue };
             if let Some(region) = self.try_path(variant, exports) {
+                self.unchecked = unchecked.is_some();
+                self.attempts.extend(unchecked);
                 return Some((variant, region));
             }
             if self.request_refused {
@@ -353,6 +436,30 @@ impl<'a> PathSearch<'a> {
         None
     }
 
+    /// Checks that the NIC transfers bytes over the direct path `variant`, if the domain wants such
+    /// checks. Returns the attempt of a check that could not run. Fails after it has recorded a
+    /// failed check as the refusal of the path.
+    fn check_reach(&mut self, variant: PathVariant) -> Result<Option<Attempt>, PathRefused> {
+        if !self.registration.reach_check {
+            return Ok(None);
+        }
+        match self.selector.reach(self, variant) {
+            Reach::Works => {
+                self.attempts.push(Attempt::success(variant.path(), variant.check()));
+                Ok(None)
+            }
+            Reach::Fails(error) => {
+                let refusal = PathRefusal::new(Step::Transfer, variant.check(), error);
+                self.refuse(variant, refusal);
+                Err(PathRefused)
+            }
+            Reach::Unchecked(error) => {
+                let error = self.named(error);
+                Ok(Some(Attempt::refused(variant.path(), variant.check(), error)))
+            }
+        }
+    }
+
     /// Returns true if the provider supports staged copies and the domain has transfers. Bytes are
     /// copied during transfers, so a domain without transfers cannot use staged memory.
     pub(super) fn imports_staged(&self) -> bool {
@@ -365,6 +472,9 @@ impl<'a> PathSearch<'a> {
         let imports = self.attr().imports;
         let (is_imported, what) = match variant {
             PathVariant::HostPages => (true, "host memory"),
+            PathVariant::DmaBuf(DmaBufMapping::DataDirect) => {
+                (imports.dma_buf && imports.data_direct.is_some(), "dma-buf by Data Direct")
+            }
             PathVariant::DmaBuf(_) => (imports.dma_buf, "dma-buf"),
             PathVariant::PeerMemory => (imports.peer_memory, "peer memory"),
             PathVariant::Staged => (self.imports_staged(), "staged copies"),
@@ -375,7 +485,7 @@ impl<'a> PathSearch<'a> {
                 .provider(self.nic().to_string())
                 .context("why", what)
                 .remedy("use a NIC and driver that support it");
-            let cause = self.cause(path, Step::Import, DmaBufMapping::Default, &error);
+            let cause = self.cause(path, Step::Import, variant.mapping(), &error);
             tracing::debug!(%path, %error, "the NIC does not have the path");
             let attempt = Attempt::not_tried(path, "import", error);
             self.attempts.push(ProbableCause::add_to(cause.as_ref(), attempt));
@@ -477,7 +587,13 @@ impl<'a> PathSearch<'a> {
         let unsupported = refusal.step == Step::Export && refusal.is_unsupported();
         let PathRefusal { step, call, error, unit, before, also, .. } = refusal;
         before.into_iter().for_each(|refusal| self.record(variant, refusal));
-        let mapping = if self.default_refused { DmaBufMapping::Default } else { variant.mapping() };
+        let mapping = match variant.mapping() {
+            DmaBufMapping::DataDirect if matches!(step, Step::Register | Step::Transfer) => {
+                DmaBufMapping::DataDirect
+            }
+            _ if self.default_refused => DmaBufMapping::Default,
+            mapping => mapping.of_export(),
+        };
         let cause = self.cause(variant.path(), step, mapping, &error);
         if unsupported && variant == PathVariant::DmaBuf(DmaBufMapping::Default) {
             self.default_is_refused(cause.as_ref());
@@ -538,11 +654,10 @@ impl<'a> PathSearch<'a> {
         mut attempts: Vec<Attempt>,
     ) -> Decision {
         attempts.push(variant.success(shape));
-        let order = self.c2c_order.get().copied().flatten();
+        let order = self.order_reason();
         let decision = Decision {
             path: variant.path(),
-            reason: order
-                .map_or_else(|| reason.into(), |order| format!("{reason}; {}", order.reason())),
+            reason: order.map_or_else(|| reason.into(), |order| format!("{reason}; {order}")),
             iface: self.owner.iface,
             iface_name: self.iface_name(),
             device: self.owner.device,
@@ -556,6 +671,17 @@ impl<'a> PathSearch<'a> {
         };
         tracing::debug!(%decision, "path decided");
         decision
+    }
+
+    /// Returns the reason for the order of the dma-buf mappings, if the search had one.
+    fn order_reason(&self) -> Option<&'static str> {
+        if self.data_direct_first.get() == Some(&true) {
+            return Some(
+                "Data Direct is tried first: the NIC's Data Direct function is in the PCI domain \
+                 of the device",
+            );
+        }
+        self.c2c_order.get().copied().flatten().map(C2cOrder::reason)
     }
 
     /// Returns the name of the memory's iface, for messages.

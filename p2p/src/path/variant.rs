@@ -89,6 +89,11 @@ impl PathVariant {
         }
     }
 
+    /// Returns a description of the reach check of the path for an attempt.
+    pub(super) fn check(self) -> String {
+        self.call(ExportShape::default()).replacen("register", "check_reach", 1)
+    }
+
     /// Returns the attempt that records a successful registration over this path.
     pub(super) fn success(self, shape: ExportShape) -> Attempt {
         let unit = matches!(self, Self::DmaBuf(_)).then_some(shape.unit);

@@ -27,9 +27,9 @@ const LINK: &str =
     "measure again under load, since idle links slow down; then check the slot, riser or cable";
 const PORT: &str =
     "connect the port and bring its link up (`rdma link`, `ibstat`), or use another NIC";
-const DATA_DIRECT: &str = "none needed, since the NIC reaches the memory over NVLink-C2C; for the \
-                           shorter path register in your own code with mlx5dv_reg_dmabuf_mr and \
-                           MLX5DV_REG_DMABUF_ACCESS_DATA_DIRECT";
+const DATA_DIRECT: &str = "none needed, since the NIC reaches the memory over NVLink-C2C; with \
+                           Linux 6.12 and rdma-core 54 or newer, the verbs provider registers \
+                           device memory by this function (dma-buf-data-direct)";
 const INTEGRATED: &str = "allocate the buffers as page-locked host memory (cuMemHostAlloc), and \
                           register them as host memory";
 const DISTANCE: &str = "use a nearer NIC";

@@ -34,8 +34,13 @@ pub(crate) fn page_size() -> u64 {
 }
 
 /// The imports of a NIC that supports every path.
-pub(crate) const ALL_IMPORTS: Imports =
-    Imports { dma_buf: true, pcie_mapping_first: Some(true), peer_memory: true, staged: true };
+pub(crate) const ALL_IMPORTS: Imports = Imports {
+    dma_buf: true,
+    pcie_mapping_first: Some(true),
+    data_direct: None,
+    peer_memory: true,
+    staged: true,
+};
 
 /// A fact source without facts. The traces then do not depend on the machine that runs the tests.
 #[derive(Debug)]

@@ -36,6 +36,8 @@ pub(crate) struct Vendor {
     pub(crate) less: Refuse,
     pub(crate) pcie: Refuse,
     pub(crate) peer_memory: Refuse,
+    /// True if the offset of an export is that of the page behind the exported range.
+    pub(crate) other_page: bool,
     /// The error of a release of a dma-buf. The export is released even if an error is reported.
     pub(crate) release: Refuse,
 }
@@ -54,6 +56,7 @@ impl Vendor {
             less: nothing,
             pcie: nothing,
             peer_memory: nothing,
+            other_page: false,
             release: nothing,
         }
     }
@@ -185,7 +188,11 @@ impl DmaBufExporter for Vendor {
         if self.segment_len.is_some_and(|step| range.len() > step) {
             check(self.whole)?;
         }
-        self.memory.export_dma_buf(range, nic, mapping)
+        let mut export = self.memory.export_dma_buf(range, nic, mapping)?;
+        if self.other_page {
+            export.offset.0 += rustix::param::page_size() as u64;
+        }
+        Ok(export)
     }
 
     fn release(&self, export: DmaBufExport) -> Result<()> {

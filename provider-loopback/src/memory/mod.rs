@@ -103,6 +103,15 @@ impl<'a> Span<'a> {
         }
     }
 
+    /// Returns true for memory that was imported as a dma-buf or as a device address.
+    pub(super) fn is_imported(self) -> bool {
+        match self {
+            Self::Direct { mapping, .. } => mapping.is_some(),
+            Self::Indirect { memory, .. } => memory.staged().is_none(),
+            Self::Kernel { .. } => false,
+        }
+    }
+
     fn mapping(&self) -> Option<&'a Mapping> {
         match self {
             Self::Direct { mapping, .. } => *mapping,

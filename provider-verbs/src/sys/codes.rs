@@ -223,6 +223,9 @@ hmem_core::c_enum! {
 /// `IBV_ODP_SUPPORT`, the bit of [`OdpCaps::general_caps`](super::OdpCaps::general_caps) for
 /// support of on-demand paging.
 pub const IBV_ODP_SUPPORT: u64 = 1;
+/// `MLX5DV_REG_DMABUF_ACCESS_DATA_DIRECT` of `infiniband/mlx5dv.h`: registers a dma-buf for the
+/// NIC's Data Direct function.
+pub const MLX5DV_REG_DMABUF_ACCESS_DATA_DIRECT: c_int = 1;
 /// `IBV_REREG_MR_CHANGE_ACCESS`: the flag of `ibv_rereg_mr` to change the access rights.
 pub const IBV_REREG_MR_CHANGE_ACCESS: c_int = 1 << 2;
 /// `IBV_REREG_MR_ERR_CMD`. After a failure with this value or a lower one, the old region cannot be

@@ -30,7 +30,8 @@ macro_rules! functions {
                 ($($oname:ident: $otype:ty),*) $(-> $oresult:ty)?;
         )+ }
     ) => {
-        /// Table of the functions of libibverbs.so.1 that this crate calls.
+        /// Table of the functions of libibverbs.so.1 that this crate calls, and of two functions
+        /// of libmlx5.so.1 for Data Direct.
         #[derive(Clone, Debug)]
         pub struct Functions {
             library: Arc<str>,
@@ -140,6 +141,14 @@ functions! {
         rereg_mr: ibv_rereg_mr@"IBVERBS_1.1"
             (mr: *mut Mr, flags: c_int, pd: *mut Pd, address: *mut c_void, length: usize,
              access: c_int) -> c_int;
+        /// Registers a range of a dma-buf, with access flags of mlx5 only.
+        mlx5_reg_dmabuf_mr: mlx5dv_reg_dmabuf_mr@"MLX5_1.25"
+            (pd: *mut Pd, offset: u64, length: usize, iova: u64, fd: c_int, access: c_int,
+             mlx5_access: c_int) -> *mut Mr;
+        /// Writes the path in sysfs of the NIC's Data Direct function to a buffer, without the
+        /// leading `/sys`. Returns 0 or an errno.
+        mlx5_data_direct_path: mlx5dv_get_data_direct_sysfs_path@"MLX5_1.25"
+            (context: *mut Context, buffer: *mut c_char, length: usize) -> c_int;
         /// Returns the protection of registered pages when the process forks.
         is_fork_initialized: ibv_is_fork_initialized@"IBVERBS_1.13"() -> ForkStatus;
     }
@@ -149,9 +158,15 @@ impl Functions {
     /// File name by which the dynamic loader finds the library.
     pub const LIBRARY: &str = "libibverbs.so.1";
 
+    /// File name by which the dynamic loader finds the library of mlx5 NICs.
+    const MLX5_LIBRARY: &str = "libmlx5.so.1";
+
     /// Loads the library at `path` and fills the table from it.
     ///
-    /// The library stays loaded for the rest of the process.
+    /// The library stays loaded for the rest of the process. If `path` is [`Functions::LIBRARY`],
+    /// the functions of mlx5 come from `libmlx5.so.1`, and are missing without that file. Any other
+    /// library must have the functions of mlx5 itself, because the installed `libmlx5.so.1` belongs
+    /// to the installed libibverbs.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`]: the library or one of its symbols cannot be loaded. The error
@@ -175,10 +190,28 @@ impl Functions {
         );
         // SAFETY: the caller promises that the library is sound to load.
         let handle = unsafe { SharedLibrary::open(path, refused) }?.keep_loaded();
+        let mlx5 = if path == Path::new(Self::LIBRARY) { Self::load_mlx5() } else { Some(handle) };
         let library = path.display().to_string();
+        let lookup = |symbol, version: &'static str| {
+            let of_mlx5 = version.starts_with("MLX5_");
+            versioned(if of_mlx5 { mlx5? } else { handle }, symbol, version)
+        };
         // SAFETY: the caller promises that the functions follow the header. `keep_loaded` keeps
-        // the library loaded for the rest of the process.
-        unsafe { Self::fill(&library, |symbol, version| versioned(handle, symbol, version)) }
+        // the libraries loaded for the rest of the process.
+        unsafe { Self::fill(&library, lookup) }
+    }
+
+    /// Loads the library of mlx5 NICs. Returns `None` if there is none, or if it does not belong to
+    /// the loaded libibverbs. The library stays loaded for the rest of the process.
+    fn load_mlx5() -> Option<*mut c_void> {
+        let path = Path::new(Self::MLX5_LIBRARY);
+        let refused = unavailable("install the mlx5 provider of rdma-core (ibverbs-providers)");
+        // SAFETY: the library of this name is that of rdma-core, which is sound to load in any
+        // process. The owner of the process sets the loader's search path, and so promises the same
+        // for the file that the loader finds.
+        let opened = unsafe { SharedLibrary::open(path, refused) };
+        let log = |error: &Error| tracing::debug!(%error, "no Data Direct");
+        opened.inspect_err(log).ok().map(SharedLibrary::keep_loaded)
     }
 
     /// Loads the library that the dynamic loader finds by its usual name.
@@ -202,7 +235,8 @@ impl Functions {
     /// # Safety
     /// Each address that `lookup` returns is a function that:
     ///
-    /// - has the signature that `infiniband/verbs.h` declares for the name,
+    /// - has the signature that `infiniband/verbs.h` or `infiniband/mlx5dv.h` declares for the
+    ///   name,
     /// - follows that header's rules about the objects that it returns,
     /// - stays callable from any thread as long as a copy of the table exists.
     ///

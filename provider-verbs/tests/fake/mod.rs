@@ -62,6 +62,9 @@ pub(crate) struct Script {
     pub(crate) on_demand: bool,
     /// True if devices that are opened later report that they lack atomics.
     pub(crate) no_atomics: bool,
+    /// Path of the Data Direct function that libmlx5 reports for devices that are opened later, or
+    /// the errno of the call. `None` if the devices are not those of mlx5.
+    pub(crate) data_direct: Option<Result<&'static CStr, c_int>>,
     pub(crate) fork: c_int,
     pub(crate) calls: Vec<String>,
     next_key: u32,
@@ -178,6 +181,9 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
     (attr.max_mr_size, attr.max_mr, attr.phys_port_cnt) =
         (with(|script| script.max_mr_size), 1000, 1);
     (attr.max_cqe, attr.max_qp_wr, attr.max_sge, attr.atomic_cap) = (1000, 100, 4, atomics());
+    if with(|script| script.data_direct.is_some()) {
+        attr.vendor_id = 0x2c9;
+    }
     0
 }
 
@@ -259,6 +265,36 @@ extern "C" fn reg_dmabuf_mr(
         return ptr::null_mut();
     }
     register(pd, ptr::null_mut(), length)
+}
+
+extern "C" fn mlx5_reg_dmabuf_mr(
+    pd: *mut Pd,
+    offset: u64,
+    length: usize,
+    iova: u64,
+    _fd: c_int,
+    access: c_int,
+    mlx5_access: c_int,
+) -> *mut Mr {
+    called(format!(
+        "mlx5_reg_dmabuf_mr {offset:#x}+{length:#x} at {iova:#x} {access:#x} {mlx5_access:#x}"
+    ));
+    register(pd, ptr::null_mut(), length)
+}
+
+extern "C" fn data_direct_path(_: *mut Context, buffer: *mut c_char, length: usize) -> c_int {
+    called("data_direct_path".into());
+    match with(|script| script.data_direct) {
+        Some(Ok(path)) => {
+            let bytes = path.to_bytes_with_nul();
+            assert!(bytes.len() <= length, "the buffer is too short");
+            // SAFETY: the caller passes a writable buffer of this length.
+            unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), buffer.cast(), bytes.len()) };
+            0
+        }
+        Some(Err(errno)) => errno,
+        None => 95,
+    }
 }
 
 extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
@@ -377,6 +413,8 @@ pub(crate) fn symbol(name: &str) -> Option<*const ()> {
         "ibv_reg_mr" => reg_mr as *const (),
         "ibv_reg_mr_iova2" => reg_mr_iova2 as *const (),
         "ibv_reg_dmabuf_mr" => reg_dmabuf_mr as *const (),
+        "mlx5dv_reg_dmabuf_mr" => mlx5_reg_dmabuf_mr as *const (),
+        "mlx5dv_get_data_direct_sysfs_path" => data_direct_path as *const (),
         "ibv_dereg_mr" => dereg_mr as *const (),
         "ibv_rereg_mr" => rereg_mr as *const (),
         "ibv_create_comp_channel" => create_comp_channel as *const (),
