@@ -249,6 +249,13 @@ pub struct PerfArgs {
     #[arg(long)]
     pub loopback: bool,
 
+    /// Measure each path between a device's memory and the NIC, with writes and reads of host
+    /// memory of the largest size, and print the variable that lists the direct paths, fastest
+    /// first
+    #[arg(long, requires = "loopback")]
+    #[arg(conflicts_with_all = ["host", "server", "op", "measure", "ordering"])]
+    pub compare_paths: bool,
+
     /// TCP port on which the server listens; 0 for any free port
     #[arg(long, value_name = "N", default_value_t = 18600, conflicts_with = "loopback")]
     #[arg(allow_negative_numbers = true)]

@@ -3,8 +3,8 @@
 use std::{error::Error as _, fmt, sync::Arc};
 
 use hmem::{
-    AllocationKind, Builder, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, Hmem,
-    Iface, IfaceKind, MrMode, Result,
+    AllocationKind, Builder, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, Hmem, Iface,
+    IfaceKind, MrMode, Result,
     cause::Step,
     iface::AllocRequest,
     loopback::{Loopback, RemapPolicy},
@@ -366,23 +366,16 @@ impl Machine {
 impl ProviderNic {
     /// Opens a domain without a registration cache on the NIC.
     pub(crate) fn open(&self, hmem: &Hmem, p2p: P2pPolicy) -> Result<Domain> {
-        self.open_with(hmem, p2p, None)
+        self.open_with(hmem, DomainAttr { p2p, ..DomainAttr::default() })
     }
 
-    /// Opens a domain on the NIC, with settings for the domain's registration cache. `None` means
-    /// no cache.
-    pub(crate) fn open_with(
-        &self,
-        hmem: &Hmem,
-        p2p: P2pPolicy,
-        cache: Option<CacheAttr>,
-    ) -> Result<Domain> {
+    /// Opens a domain on the NIC with these attributes, except for the name of the NIC and the
+    /// mr_mode.
+    pub(crate) fn open_with(&self, hmem: &Hmem, attr: DomainAttr) -> Result<Domain> {
         let attr = DomainAttr {
             nic: Some(self.attr.nic.name.clone()),
             mr_mode: HARDWARE_LIKE | self.attr.required_mr_mode,
-            p2p,
-            cache,
-            ..DomainAttr::default()
+            ..attr
         };
         hmem.domain_on(&*self.provider, attr)
     }

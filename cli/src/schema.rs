@@ -11,12 +11,13 @@ use crate::{check, explain, info, json::SCHEMA, perf, topo};
 /// The schema of each command with `--json`, with the pages that describe the fields. The first
 /// page belongs to the command. Later pages belong to other commands, and describe objects that the
 /// command prints too.
-fn schemas() -> [(&'static str, Value, &'static [&'static str]); 5] {
+fn schemas() -> [(&'static str, Value, &'static [&'static str]); 6] {
     [
         ("check", schema::<check::Report>("check"), &["check"]),
         ("explain", schema::<explain::Report>("explain"), &["explain", "check", "topo"]),
         ("info", schema::<info::Inventory>("info"), &["check"]),
         ("perf", schema::<perf::Report>("perf"), &["perf", "check"]),
+        ("compare-paths", schema::<perf::Comparison>("perf --compare-paths"), &["perf", "check"]),
         ("topo", schema::<topo::Report>("topo"), &["topo"]),
     ]
 }

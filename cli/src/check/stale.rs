@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use hmem::{
-    CacheAttr, Error, ErrorKind, Hmem, Iface, IfaceExt, IfaceKind, Path, Result,
+    CacheAttr, DomainAttr, Error, ErrorKind, Hmem, Iface, IfaceExt, IfaceKind, Path, Result,
     monitor::Monitor,
     path::P2pPolicy,
     system::{
@@ -320,7 +320,10 @@ impl Prepared {
         // Cache settings of the environment are ignored, since only the monitor is tested.
         let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
         let cache = cache.without_monitors([]);
-        let domain = nic.open_with(&self.hmem, P2pPolicy::Required, Some(cache))?;
+        let domain = nic.open_with(
+            &self.hmem,
+            DomainAttr { p2p: P2pPolicy::Required, cache: Some(cache), ..DomainAttr::default() },
+        )?;
         // SAFETY: `plan` chose a NIC that pins the pages of its registrations. The memory belongs
         // to this value, which does not access it.
         unsafe { counts.run(&domain, &mut *self.memory, rounds) }?;

@@ -9,9 +9,9 @@ use std::{
 };
 
 use hmem::{
-    Access, DeviceBuffer, DeviceId, Domain, Endpoint, Error, ErrorKind, Hmem, Iface, IfaceKind,
-    Memory, Region, Request, Result,
-    path::P2pPolicy,
+    Access, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, Error, ErrorKind, Hmem, Iface,
+    IfaceKind, Memory, Region, Request, Result,
+    path::{DirectPath, P2pPolicy},
     provider::{CompletionQueue, EndpointAttr, ProgressModel},
     transfer::{Completion, EndpointName, PeerId},
 };
@@ -34,6 +34,9 @@ pub(super) struct EndConfig<'a> {
     pub(super) nic: &'a ProviderNic,
     pub(super) iface: &'a Arc<dyn Iface>,
     pub(super) device: DeviceId,
+    /// The direct paths of the domain ([`DomainAttr::direct_paths`]), of which one must work if the
+    /// list is not empty; `None` for the default order and policy.
+    pub(super) direct_paths: Option<&'a [DirectPath]>,
 }
 
 /// Registered memory and an endpoint of one side.
@@ -63,7 +66,15 @@ impl End {
         depth: u32,
     ) -> Result<Self> {
         let buffer = allocate(config.iface, Some(config.device), request.room())?;
-        let domain = config.nic.open(config.hmem, P2pPolicy::Enabled)?;
+        let direct = config.direct_paths.is_some_and(|listed| !listed.is_empty());
+        let domain = config.nic.open_with(
+            config.hmem,
+            DomainAttr {
+                p2p: if direct { P2pPolicy::Required } else { P2pPolicy::Enabled },
+                direct_paths: config.direct_paths.map(<[_]>::to_vec),
+                ..DomainAttr::default()
+            },
+        )?;
         let access = match (request.op, role) {
             (PerfOp::Write, Role::Client) => Access::WRITE,
             (PerfOp::Write, Role::Server) => Access::REMOTE_WRITE,

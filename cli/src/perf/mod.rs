@@ -1,9 +1,11 @@
 //! `hmem perf`: measures transfers between two hosts and verifies their content.
 //!
 //! `client` and `server` are the two sides. `end` is the memory and the endpoint of a side, `wire`
-//! the protocol over TCP, `layout` the expected bytes, and `report` the output.
+//! the protocol over TCP, `layout` the expected bytes, and `report` the output. `compare` measures
+//! the paths to a device's memory.
 
 mod client;
+mod compare;
 mod end;
 mod figures;
 mod layout;
@@ -20,7 +22,7 @@ use std::{
     time::Duration,
 };
 
-use hmem::{DeviceId, Errno, Error, ErrorKind, Result, cause::Step};
+use hmem::{DeviceId, Errno, Error, ErrorKind, IfaceKind, Result, cause::Step};
 
 use self::{
     client::{Amount, Observer, Plan},
@@ -30,6 +32,7 @@ use self::{
     wire::Request,
 };
 pub use self::{
+    compare::{Comparison, Measured},
     figures::{Bandwidth, EndDescription, Gain, Latency, Order, Role, Row},
     report::Report,
 };
@@ -103,6 +106,15 @@ pub fn run(
         });
     }
     let plan = plan(args, config.nic.ignores_ordering())?;
+    if args.compare_paths {
+        if config.iface.kind() == IfaceKind::SYSTEM {
+            return Err(compare::host_memory().into());
+        }
+        let mut progress = Progress::after(Duration::ZERO);
+        let compared = compare::compare(&config, plan, &mut progress);
+        progress.clear();
+        return Ok(json::write_or_text(out, &compared?, args.json, style, compare::text)?);
+    }
     let mut live = LiveReport {
         json: args.json,
         style,
@@ -119,7 +131,7 @@ pub fn run(
         Some(host) => connect(host, args.port).and_then(|(stream, address)| {
             client::measure(&config, &plan, stream, address, &mut observer)
         }),
-        None => both(&config, &plan, &mut observer),
+        None => both((&config, &config), &plan, &mut observer),
     };
     live.progress.clear();
     if let Some(error) = live.unprintable {
@@ -237,7 +249,12 @@ fn accepted(listener: TcpListener) -> Result<mpsc::IntoIter<Result<Client>>> {
 }
 
 /// Measures transfers between a client and a server in this process, which are connected over TCP.
-fn both(config: &EndConfig<'_>, plan: &Plan, observer: &mut Observer<'_>) -> Result<Report> {
+/// `config` is the client's side, and `server` the server's.
+fn both(
+    (config, server): (&EndConfig<'_>, &EndConfig<'_>),
+    plan: &Plan,
+    observer: &mut Observer<'_>,
+) -> Result<Report> {
     let os = |operation| move |error: io::Error| Error::os(Errno::of(&error), operation);
     let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(os("listen"))?;
     let address = listener.local_addr().map_err(os("listen"))?;
@@ -251,13 +268,13 @@ fn both(config: &EndConfig<'_>, plan: &Plan, observer: &mut Observer<'_>) -> Res
         }
     };
     thread::scope(|scope| {
-        let server = thread::Builder::new()
+        let serving = thread::Builder::new()
             .name("hmem-perf-server".into())
-            .spawn_scoped(scope, || Client::accept(far, far_address)?.serve(config))
+            .spawn_scoped(scope, || Client::accept(far, far_address)?.serve(server))
             .map_err(|error| no_thread(&error))?;
         let report = client::measure(config, plan, near, address, observer);
         let served =
-            server.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::Driver, "server thread")));
+            serving.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::Driver, "server thread")));
         let report = report?;
         served.map(|_| report)
     })
@@ -358,7 +375,8 @@ fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>
         let known: Vec<_> = devices.iter().map(|known| known.id.to_string()).collect();
         return Err(unknown_device(name, device.0, &known).into());
     }
-    Ok(EndConfig { hmem: &machine.hmem, nic: nic(machine, args)?, iface, device })
+    let (hmem, nic) = (&machine.hmem, nic(machine, args)?);
+    Ok(EndConfig { hmem, nic, iface, device, direct_paths: None })
 }
 
 fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a ProviderNic, Failure> {
@@ -418,6 +436,7 @@ mod tests {
             nic: machine.nics.iter().find(hardware).expect("the software NIC"),
             iface: machine.hmem.registry().iter().next().expect("an iface"),
             device: DeviceId(0),
+            direct_paths: None,
         }
     }
 

@@ -200,7 +200,7 @@ fn width_of(columns: &[(&str, usize)]) -> usize {
 
 /// Formats a number with three significant digits. All digits of the integer part are printed, and
 /// at most four decimals.
-fn significant(number: f64) -> String {
+pub(super) fn significant(number: f64) -> String {
     match number {
         number if number >= 100.0 => format!("{number:.0}"),
         number if number >= 10.0 => format!("{number:.1}"),

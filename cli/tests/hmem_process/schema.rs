@@ -7,6 +7,7 @@ use serde_json::Value;
 pub(crate) fn matches(subcommand: &str, document: &Value) {
     let schema = match subcommand {
         "check" => include_str!("../../../docs/check.schema.json"),
+        "compare-paths" => include_str!("../../../docs/compare-paths.schema.json"),
         "explain" => include_str!("../../../docs/explain.schema.json"),
         "info" => include_str!("../../../docs/info.schema.json"),
         "perf" => include_str!("../../../docs/perf.schema.json"),
