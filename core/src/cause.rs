@@ -5,7 +5,10 @@
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
-use crate::{AllocationKind, Error, ErrorKind, Path, dma_buf::DmaBufMapping, named_enum};
+use crate::{
+    Access, AllocationKind, Error, ErrorKind, Path, ProbableCause, dma_buf::DmaBufMapping,
+    named_enum,
+};
 
 named_enum! {
     /// A step of an attempt to register memory. Each refusal names the step that failed. The steps
@@ -108,6 +111,37 @@ pub enum CoherentLink {
     Integrated,
 }
 
+/// The state of the capability `CAP_IPC_LOCK`, which exempts a process from the locked-memory
+/// limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum IpcLock {
+    /// The process does not have the capability.
+    Absent,
+    /// The process has the capability, and it lifts the limit.
+    Effective,
+    /// The process has the capability in a user namespace of its own. The kernel asks for it in the
+    /// initial user namespace, so it has no effect on the limit.
+    UserNamespace,
+    /// The container was given the capability, but the process does not have it: it runs as another
+    /// user than root.
+    NotInherited,
+}
+
+/// Facts about a refused request, and about the NIC that refused it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RequestFacts {
+    /// The length in bytes of all pages that the request touches.
+    pub len: u64,
+    /// The rights of the request.
+    pub access: Access,
+    /// The number of regions that the domain has now.
+    pub regions: u64,
+    /// The largest number of regions of the NIC
+    /// ([`ProviderAttr::max_mr_count`](crate::provider::ProviderAttr::max_mr_count)).
+    pub max_regions: u64,
+}
+
 /// Facts about a machine. An optional fact is `None` if it is unknown. The two sets of device nodes
 /// are empty if no such node is known.
 ///
@@ -134,6 +168,11 @@ pub struct Facts {
     /// The locked-memory limit of the process in bytes; `None` if unknown. `u64::MAX` means no
     /// limit.
     pub memlock: Option<u64>,
+    /// The bytes that the kernel counts for this limit now: the pages that the process pinned;
+    /// `None` if unknown.
+    pub pinned: Option<u64>,
+    /// The state of the capability `CAP_IPC_LOCK`, which lifts the limit; `None` if unknown.
+    pub ipc_lock: Option<IpcLock>,
     /// True if a seccomp filter restricts the system calls of the process; `None` if unknown.
     pub seccomp: Option<bool>,
     /// Device nodes that the kernel announces and `/dev` lacks, such as
@@ -154,6 +193,8 @@ pub struct Facts {
     /// NUMA nodes that have memory and no processors: memory of GPUs or CXL devices that the kernel
     /// uses as host memory.
     pub memory_only_nodes: BTreeSet<u32>,
+    /// The request that was refused; `None` if unknown.
+    pub request: Option<RequestFacts>,
     /// The folder that [`Facts::text`] reads from: `/`, or a recorded copy of it. `None` to read
     /// nothing.
     pub root: Option<PathBuf>,
@@ -168,6 +209,14 @@ impl Facts {
     #[must_use]
     pub fn has_module(&self, name: &str) -> Option<bool> {
         self.modules.as_ref().map(|modules| modules.contains(name))
+    }
+
+    /// Returns true if the locked-memory limit has room for the request: pinning the pages of the
+    /// request would not exceed the limit. Returns `None` if unknown.
+    #[must_use]
+    pub fn memlock_has_room(&self) -> Option<bool> {
+        let needed = self.pinned?.saturating_add(self.request?.len);
+        Some(needed <= self.memlock?)
     }
 
     /// Returns true if [`Facts::kernel_options`] contains the kernel option `name`; `None` if
@@ -228,8 +277,8 @@ pub struct RefusalCause {
     /// The name of the cause, and for a rule of this workspace a heading in `docs/causes.md`. Start
     /// the names of a plug-in's rules with the name of its iface.
     pub name: &'static str,
-    /// The rank of the rule. Of all rules that match, the rule with the lowest rank is the probable
-    /// cause.
+    /// The rank of the rule. Of all rules that match, the rule with the lowest rank is the most
+    /// probable cause.
     ///
     /// Specific causes have lower ranks than general causes. General rules have ranks from 10 up.
     /// An iface may repeat the name and rank of a general rule, with a remedy for its own driver.
@@ -247,10 +296,13 @@ pub struct RefusalCause {
     pub answers: &'static [Answer],
     /// The condition on the machine that must hold for this rule to match. `None` for no condition.
     pub needs: Option<Needs>,
+    /// True if rules of higher rank are reported too, as less probable causes. Set this for an
+    /// error that has several causes which the facts do not tell apart.
+    pub ambiguous: bool,
     /// The text of the cause, in one sentence.
     pub cause: &'static str,
-    /// A function that returns numbers of this machine that explain the cause, for example the
-    /// value of a limit. The text is appended to [`RefusalCause::cause`].
+    /// A function that returns the evidence: numbers of this machine that point to the cause, for
+    /// example the value of a limit.
     pub detail: Option<fn(&Facts) -> Option<String>>,
     /// The text of the remedy: an instruction for the user.
     pub remedy: &'static str,
@@ -268,6 +320,7 @@ impl RefusalCause {
         mapping: None,
         answers: &[],
         needs: None,
+        ambiguous: false,
         cause: "",
         detail: None,
         remedy: "",
@@ -379,38 +432,48 @@ impl RefusalCause {
         ..Self::ANY
     };
 
-    /// Returns the cause as a sentence, with the numbers of [`RefusalCause::detail`] if there are
-    /// any.
+    /// Returns the cause with its evidence.
     #[must_use]
-    pub fn describe(&self, facts: &Facts) -> String {
-        match self.detail.and_then(|detail| detail(facts)) {
-            Some(detail) => format!("{} ({detail})", self.cause),
-            None => self.cause.to_owned(),
-        }
+    pub fn explain(&self, facts: &Facts) -> ProbableCause {
+        let evidence = self.detail.and_then(|detail| detail(facts));
+        ProbableCause::new(self.name, self.cause, self.remedy).evidence(evidence)
     }
 
-    /// Returns true if the rule matches the refusal.
+    /// Returns true if the rule matches the refusal on some machine.
     #[must_use]
-    pub fn fits(&self, context: &RefusalContext<'_>, facts: &Facts) -> bool {
+    pub fn may_fit(&self, context: &RefusalContext<'_>) -> bool {
         let RefusalContext { path, step, kind, mapping, error } = context;
         self.paths.contains(path)
             && self.steps.contains(step)
             && self.kind.is_none_or(|wanted| wanted == *kind)
             && self.mapping.is_none_or(|wanted| wanted == *mapping)
             && self.answers.iter().any(|answer| answer.is(error))
-            && self.needs.is_none_or(|needs| (needs.holds)(facts))
     }
 
-    /// Returns the probable cause of a refusal, or `None` if no rule matches.
-    ///
-    /// The probable cause is the matching rule with the lowest rank, and the first one if several
-    /// have this rank. Pass the iface's rules before the general rules.
+    /// Returns true if the rule matches the refusal on a machine with these facts.
     #[must_use]
-    pub fn probable<'r>(
+    pub fn fits(&self, context: &RefusalContext<'_>, facts: &Facts) -> bool {
+        self.may_fit(context) && self.needs.is_none_or(|needs| (needs.holds)(facts))
+    }
+
+    /// Returns the rules for the probable causes of a refusal, the most probable first. Empty if no
+    /// rule matches.
+    ///
+    /// These are the matching rules by rank, up to the first that is not
+    /// [ambiguous](RefusalCause::ambiguous). Of rules with one name, the first counts. Pass the
+    /// iface's rules before the general rules.
+    #[must_use]
+    pub fn ranked<'r>(
         rows: impl IntoIterator<Item = &'r Self>,
         context: &RefusalContext<'_>,
         facts: &Facts,
-    ) -> Option<&'r Self> {
-        rows.into_iter().filter(|row| row.fits(context, facts)).min_by_key(|row| row.rank)
+    ) -> Vec<&'r Self> {
+        let mut fitting: Vec<_> = rows.into_iter().filter(|row| row.fits(context, facts)).collect();
+        fitting.sort_by_key(|row| row.rank);
+        fitting.dedup_by_key(|row| row.name);
+        if let Some(last) = fitting.iter().position(|row| !row.ambiguous) {
+            fitting.truncate(last + 1);
+        }
+        fitting
     }
 }

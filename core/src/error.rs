@@ -15,6 +15,7 @@
 //! );
 //! ```
 
+mod cause;
 mod summary;
 mod trace;
 
@@ -23,6 +24,7 @@ use std::{borrow::Cow, error::Error as StdError, fmt, str::FromStr, sync::Arc};
 use serde::{Deserialize, Serialize};
 
 pub use self::{
+    cause::{CauseSummary, ProbableCause},
     summary::{AttemptSummary, ErrorSummary},
     trace::{Attempt, ExportUnit, Path, Trace},
 };
@@ -284,9 +286,10 @@ const SHARED_STEPS: [&str; 6] = [
 /// An error has four texts:
 ///
 /// - `{}`: a short line with the failure, its reason, the root cause and the remedy;
-/// - `{:#}`: a line with all causes and attempts, and last the values in parentheses;
-/// - `{:?}`: each attempt, each cause, the remedy and the values on a line of its own. Rust prints
-///   an error that `main` returns in this form;
+/// - `{:#}`: a line with all sources, attempts and probable causes, and last the values in
+///   parentheses;
+/// - `{:?}`: each attempt, source and probable cause, the remedy and the values on a line of its
+///   own. Rust prints an error that `main` returns in this form;
 /// - `{:#?}`: all fields.
 ///
 /// [`Error::summary`] is a copy that can be compared and serialised.
@@ -323,6 +326,8 @@ struct Record {
     driver: Option<DriverCode>,
     context: Vec<(&'static str, String)>,
     remedy: Option<Cow<'static, str>>,
+    /// The probable causes, the most probable first. Empty for most errors.
+    causes: Vec<ProbableCause>,
     trace: Trace,
     source: Option<Arc<dyn StdError + Send + Sync>>,
 }
@@ -342,6 +347,7 @@ impl Error {
             driver: None,
             context: Vec::new(),
             remedy: None,
+            causes: Vec::new(),
             trace: Trace::default(),
             source: None,
         }))
@@ -438,6 +444,14 @@ impl Error {
         self
     }
 
+    /// Replaces the probable causes. The list begins with the most probable cause, and its remedy
+    /// becomes that of the error. With an empty list, the error has its own remedy again.
+    #[must_use]
+    pub fn with_causes(mut self, causes: Vec<ProbableCause>) -> Self {
+        self.0.causes = causes;
+        self
+    }
+
     /// Returns the kind of this error.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
@@ -481,10 +495,36 @@ impl Error {
     }
 
     /// Returns the remedy of this error, or else of the nearest source of type [`Error`] that has a
-    /// remedy. Remedies of attempts are not searched.
+    /// remedy. The remedy of the most probable cause precedes that of [`Error::remedy`]. Remedies
+    /// of attempts are not searched.
     #[must_use]
     pub fn remedy_text(&self) -> Option<&str> {
-        self.chain().find_map(|error| error.0.remedy.as_deref())
+        self.chain().find_map(|error| {
+            let of_cause = error.0.causes.first().map(|cause| cause.remedy);
+            of_cause.or(error.0.remedy.as_deref())
+        })
+    }
+
+    /// Returns the probable causes, the most probable first. Several are listed only if the error
+    /// and the machine do not show which of them applies.
+    ///
+    /// The causes are those of this error, or else of the nearest source that has some. For a
+    /// failed path search, they are the causes of the most informative refusal; each attempt of
+    /// [`Error::trace`] has its own.
+    #[must_use]
+    pub fn causes(&self) -> &[ProbableCause] {
+        let refused = || self.chain().find_map(|error| error.0.trace.refusal());
+        match self.own_causes() {
+            [] => refused().map_or(&[], Self::own_causes),
+            causes => causes,
+        }
+    }
+
+    /// Returns the causes of this error, or else of the nearest source that has some, without
+    /// those of attempts.
+    fn own_causes(&self) -> &[ProbableCause] {
+        let causes = self.chain().map(|error| &error.0.causes[..]);
+        causes.into_iter().find(|causes| !causes.is_empty()).unwrap_or_default()
     }
 
     /// Returns the context value `name`, if this error has it, or the first of several. Sources are
@@ -583,6 +623,13 @@ impl Error {
         }
     }
 
+    /// Writes the causes after the first, each with its remedy.
+    fn write_other_causes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.own_causes().iter().skip(1).try_for_each(|cause| {
+            write!(f, "; less probable cause: {cause}; remedy: {}", cause.remedy)
+        })
+    }
+
     /// Writes the context values in parentheses, if the error or a source has any.
     fn write_values(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let values = self.values().to_string();
@@ -659,6 +706,9 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if f.alternate() {
             self.write_messages(f)?;
+            if let Some(cause) = self.own_causes().first() {
+                write!(f, "; probable cause: {cause}")?;
+            }
         } else {
             write!(f, "{}", self.message())?;
             match self.root_cause().map(|cause| (cause, cause.downcast_ref::<Self>())) {
@@ -670,7 +720,11 @@ impl fmt::Display for Error {
         if let Some(remedy) = self.remedy_text() {
             write!(f, "; {remedy}")?;
         }
-        if f.alternate() { self.write_values(f) } else { Ok(()) }
+        if !f.alternate() {
+            return Ok(());
+        }
+        self.write_other_causes(f)?;
+        self.write_values(f)
     }
 }
 
@@ -685,8 +739,14 @@ impl fmt::Debug for Error {
             for message in self.source_messages() {
                 write!(f, "\n  caused by: {message}")?;
             }
+            if let Some(cause) = self.own_causes().first() {
+                write!(f, "\n  probable cause: {cause}")?;
+            }
             if let Some(remedy) = self.remedy_text() {
                 write!(f, "\n  remedy: {remedy}")?;
+            }
+            for cause in self.own_causes().iter().skip(1) {
+                write!(f, "\n  less probable cause: {cause}; remedy: {}", cause.remedy)?;
             }
             let values = self.values().to_string();
             return if values.is_empty() { Ok(()) } else { write!(f, "\n  details: {values}") };
@@ -696,7 +756,9 @@ impl fmt::Debug for Error {
         s.field("iface", &record.iface).field("device", &record.device);
         s.field("provider", &record.provider).field("errno", &record.errno);
         s.field("driver", &record.driver).field("context", &record.context);
-        s.field("remedy", &record.remedy).field("trace", &record.trace);
+        s.field("remedy", &record.remedy)
+            .field("causes", &record.causes)
+            .field("trace", &record.trace);
         s.field("source", &record.source).finish()
     }
 }

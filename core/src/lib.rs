@@ -108,7 +108,8 @@ pub use domain::{
     os_page_sizes, prefault,
 };
 pub use error::{
-    AttemptSummary, DriverCode, Errno, Error, ErrorKind, ErrorSummary, Rejected, Result,
+    AttemptSummary, CauseSummary, DriverCode, Errno, Error, ErrorKind, ErrorSummary, ProbableCause,
+    Rejected, Result,
 };
 pub use flags::{BindFlags, DomainBindFlags, MrFlags};
 pub use iface::{Iface, IfaceExt};

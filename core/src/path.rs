@@ -8,7 +8,7 @@ use std::{fmt, sync::Arc};
 use serde::{Serialize, Serializer};
 
 use crate::{
-    DeviceId, IfaceKind, IfaceName, Result, dma_buf::DmaBufMapping, handle::ProviderRegion,
+    DeviceId, Error, IfaceKind, IfaceName, Result, dma_buf::DmaBufMapping, handle::ProviderRegion,
     nic::Nic, provider::ProviderDomain, registration::Registration,
 };
 pub use crate::{
@@ -124,6 +124,13 @@ pub struct Target<'a> {
 pub unsafe trait PathSelector: fmt::Debug + Send + Sync {
     /// Returns the decision for host memory on `nic`.
     fn plain_host(&self, nic: &Nic) -> Decision;
+
+    /// Returns `error`, with which the NIC of `target` refused host memory, with its probable causes
+    /// ([`Error::with_causes`]). The default returns `error` as it is.
+    fn explain_host(&self, target: Target<'_>, error: Error) -> Error {
+        let _ = target;
+        error
+    }
 
     /// Finds a path for the memory and registers it with the NIC of each target.
     ///

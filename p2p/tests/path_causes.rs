@@ -14,7 +14,7 @@ use std::{
 use hmem_core::{
     AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, Errno, Error, ErrorKind,
     IfaceKind, MrMode, Path, Registry,
-    cause::{Answer, CoherentLink, RefusalCause, RefusalContext, Step},
+    cause::{Answer, CoherentLink, IpcLock, RefusalCause, RefusalContext, Step},
     iface::{AllocRequest, DmaBufMapping},
     path::{DirectPath, Trace},
     provider::{Imports, Nic},
@@ -466,6 +466,17 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             Scene { facts: Facts { memlock: Some(65536), ..Facts::default() }, ..host(&[12]) },
         ),
         ("memlock", Scene { facts: Facts { memlock: Some(0), ..Facts::default() }, ..host(&[1]) }),
+        (
+            "ipc-lock-inert",
+            Scene {
+                facts: Facts {
+                    memlock: Some(65536),
+                    ipc_lock: Some(IpcLock::UserNamespace),
+                    ..Facts::default()
+                },
+                ..host(&[12])
+            },
+        ),
         ("rdma-cgroup", nic(&[11])),
         ("nic-keys-used-up", Scene { facts: unlimited_group(), ..nic(&[11]) }),
         ("nic-keys-used-up", Scene { facts: unlimited_group(), ..host(&[11]) }),
@@ -474,6 +485,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             "nic-tables-full",
             Scene { facts: Facts { memlock: Some(u64::MAX), ..Facts::default() }, ..host(&[12]) },
         ),
+        ("atomic-right", host(&[22])),
         (
             "too-many-segments",
             Scene {
@@ -550,11 +562,12 @@ fn every_cause_is_named_in_its_registration_and_explanation() {
             }
             let attempt = trace.iter().find(|attempt| attempt.cause_name == Some(name));
             let attempt = attempt.unwrap_or_else(|| panic!("{who} of {name}: {trace}"));
-            let words = (attempt.cause.as_ref(), attempt.remedy.as_deref());
+            let words = |row: &RefusalCause| {
+                attempt.cause.as_ref().is_some_and(|cause| cause.starts_with(row.cause))
+                    && attempt.remedy.as_deref() == Some(row.remedy)
+            };
             let rows = causes().filter(|(iface, cause)| {
-                cause.name == name
-                    && iface.is_none_or(|iface| iface == scene.iface)
-                    && words == (Some(&cause.describe(&scene.facts)), Some(cause.remedy))
+                cause.name == name && iface.is_none_or(|iface| iface == scene.iface) && words(cause)
             });
             let (rows, text) = (rows.collect::<Vec<_>>(), attempt.to_string());
             assert!(!rows.is_empty(), "words of another row: {text}");
@@ -565,6 +578,8 @@ fn every_cause_is_named_in_its_registration_and_explanation() {
         }
     }
     met.extend(limits().map(|(name, ..)| (None, name)));
+    // Never the most probable cause: `tests/several_causes.rs` has a refusal with this cause.
+    met.insert((None, "memlock-of-user"));
     let rows = causes().map(|(iface, cause)| (iface, cause.name));
     let unmet: Vec<_> = rows.filter(|row| !met.contains(row)).collect();
     assert!(unmet.is_empty(), "causes without a scene: {unmet:?}");
@@ -642,7 +657,7 @@ fn limits_of_a_container_are_causes_of_unavailability() {
         let paths = DefaultPathSelector::new().facts(Arc::new(FixedFacts(facts)));
         let found = paths.explain_unavailable(step, &error).expect(name);
         assert_eq!(found.name, name, "{found:?}");
-        assert!(found.cause.contains(words), "{found:?}");
+        assert!(found.to_string().contains(words), "{found:?}");
         assert!(found.remedy.contains('`'), "a command: {found:?}");
     }
     let everything = Facts {
@@ -713,7 +728,8 @@ fn explanation_names_the_cause_of_refused_host_memory() {
     assert_eq!(explanation.attempts[0].cause_name, Some("memlock"), "{explanation}");
     assert!(explanation.remedies[0].contains("ulimit -l"), "{explanation}");
     let cause = explanation.attempts[0].cause.as_deref().unwrap_or_default();
-    assert!(cause.ends_with("(the limit is 65536 bytes)"), "{explanation}");
+    let evidence = format!("(the limit is 65536 bytes; the request needs {})", page_size());
+    assert!(cause.ends_with(&evidence), "{explanation}");
 }
 
 fn page() -> String {
@@ -722,7 +738,9 @@ fn page() -> String {
          This page lists the reasons why a path from memory to a NIC is refused, and the remedies. \
          The name of a cause is the `cause_name` of an attempt in a decision's trace \
          (`hmem explain`, `hmem info --json`). Special causes come before general ones. The first \
-         cause that fits is the probable one. Facts about the machine choose between causes, \
+         cause that fits is the most probable one. A cause that the error and the facts do not \
+         prove has the note \"ambiguous\": the error then lists the next causes that fit too, up to \
+         the first without the note (`Error::causes`, `causes` in JSON). Facts about the machine choose between causes, \
          and order the mappings of a dma-buf for a device with NVLink-C2C; the library tries each \
          path to find out if it works.\n\n\
          Causes of \"opening the NIC\", \"opening the device\" and \"system call\" explain NICs, \
@@ -768,6 +786,9 @@ fn page() -> String {
         write!(when, ": {answers}").unwrap();
         if let Some(needs) = cause.needs {
             write!(when, "; {}", needs.text).unwrap();
+        }
+        if cause.ambiguous {
+            when.push_str("; ambiguous");
         }
         let RefusalCause { name, cause, remedy, .. } = cause;
         write!(page, "\n## {name}\n\n{when}.\n\n- Cause: {cause}.\n- Remedy: {remedy}.\n").unwrap();
@@ -968,6 +989,8 @@ fn machines() -> Vec<Facts> {
         modules: modules(&["nvidia"]).modules,
         kernel_options: Some(BTreeSet::new()),
         memlock: Some(65536),
+        pinned: Some(0),
+        ipc_lock: Some(IpcLock::UserNamespace),
         seccomp: Some(true),
         missing_nodes: nodes(),
         forbidden_nodes: nodes(),
@@ -976,6 +999,7 @@ fn machines() -> Vec<Facts> {
         bar: Some(256 << 20),
         coherent_link: Some(CoherentLink::C2c { shares_switch: false }),
         memory_only_nodes: [1].into(),
+        request: None,
         root: closed_modules().root,
     };
     [unknown()].into_iter().chain(one).chain([every]).collect()
@@ -1003,8 +1027,8 @@ fn ranks_give_the_required_order_for_every_refusal() {
             for facts in &machines {
                 let fitting = rows.iter().filter(|row| row.fits(&context, facts));
                 let first = fitting.filter_map(|row| place(row)).min().map(|at| ORDER[at]);
-                let found = RefusalCause::probable(rows.iter().copied(), &context, facts);
-                let found = found.map(|cause| cause.name);
+                let found = RefusalCause::ranked(rows.iter().copied(), &context, facts);
+                let found = found.first().map(|cause| cause.name);
                 assert_eq!(found, first, "{iface}, {context:?}, {facts:?}");
                 named.extend(found);
             }

@@ -310,7 +310,12 @@ fn register_memory(
                 // SAFETY: if `owned` is set, the region owns the memory or a scope borrows it,
                 // until the region is deregistered. Otherwise the caller of an unsafe function
                 // guarantees that the memory may be registered.
-                let region = unsafe { domain.provider.register(&registration, pieces) }?;
+                let region = unsafe { domain.provider.register(&registration, pieces) };
+                let region = region.map_err(|error| {
+                    let provider = &*domain.provider;
+                    let target = Target { registration: &registration, provider };
+                    domain.selector.explain_host(target, error)
+                })?;
                 done(PathRegistration { region, decision: None });
             }
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Attempt, Error, ErrorKind, ExportUnit, Path};
+use super::{Attempt, CauseSummary, Error, ErrorKind, ExportUnit, Path};
 
 /// A copy of an [`Error`] that can be compared, sent to another process and stored.
 ///
@@ -41,6 +41,8 @@ pub struct ErrorSummary {
     pub provider: Option<String>,
     /// The remedy of the error, or else of the nearest source that has one.
     pub remedy: Option<String>,
+    /// The probable causes ([`Error::causes`]), the most probable first.
+    pub causes: Vec<CauseSummary>,
     /// The context values by name, the value `why` included. Of several values with one name, the
     /// first.
     pub values: BTreeMap<String, String>,
@@ -98,6 +100,7 @@ impl From<&Error> for ErrorSummary {
             device: record.device.map(|device| device.0),
             provider: record.provider.as_deref().map(str::to_owned),
             remedy: error.remedy_text().map(str::to_owned),
+            causes: error.causes().iter().map(CauseSummary::from).collect(),
             values,
             attempts: record.trace.iter().map(AttemptSummary::from).collect(),
             sources: error.source_messages().collect(),

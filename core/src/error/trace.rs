@@ -4,7 +4,7 @@ use std::{fmt, ops::Deref, sync::Arc};
 
 use serde::{Deserialize, Serialize, Serializer};
 
-use super::Error;
+use super::{Error, ProbableCause};
 use crate::named_enum;
 
 named_enum! {
@@ -59,9 +59,10 @@ pub struct Attempt {
     /// The error of the refusal. `None` for the attempt that succeeded.
     #[serde(serialize_with = "display_error")]
     pub error: Option<Error>,
-    /// The name of the probable cause, if known: a heading in `docs/causes.md`.
+    /// The name of the most probable cause, if known: a heading in `docs/causes.md`.
+    /// [`Error::causes`] of `error` lists all probable causes.
     pub cause_name: Option<&'static str>,
-    /// The probable cause of the refusal in one sentence, if known.
+    /// The most probable cause of the refusal in one sentence, with its evidence, if known.
     pub cause: Option<String>,
     /// The change to the machine or the application that would make the path work, if known.
     pub remedy: Option<String>,
@@ -83,11 +84,11 @@ impl Attempt {
         }
     }
 
-    /// Creates an attempt that was refused, with no known cause and with the remedy of the error.
+    /// Creates an attempt that was refused, with the most probable cause and the remedy of the
+    /// error ([`Error::with_causes`]).
     #[must_use]
     pub fn refused(path: Path, call: impl Into<String>, error: Error) -> Self {
-        let remedy = error.remedy_text().map(str::to_owned);
-        Self { error: Some(error), remedy, ..Self::success(path, call) }
+        Self { error: Some(error), ..Self::success(path, call) }.explained()
     }
 
     /// Creates an attempt over a path that was refused before any driver was called: the NIC does
@@ -97,17 +98,19 @@ impl Attempt {
         Self { driver_called: false, ..Self::refused(path, call, error) }
     }
 
-    /// Sets the probable cause and its remedy.
+    /// Replaces the causes of the refusal, as [`Error::with_causes`] does.
     #[must_use]
-    pub fn with_cause(
-        mut self,
-        name: &'static str,
-        cause: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> Self {
-        self.cause_name = Some(name);
-        self.cause = Some(cause.into());
-        self.remedy = Some(remedy.into());
+    pub fn with_causes(mut self, causes: Vec<ProbableCause>) -> Self {
+        self.error = self.error.map(|error| error.with_causes(causes));
+        self.explained()
+    }
+
+    /// Sets cause and remedy to those of the error.
+    fn explained(mut self) -> Self {
+        let cause = self.error.as_ref().and_then(|error| error.own_causes().first());
+        self.cause_name = cause.map(|cause| cause.name);
+        self.cause = cause.map(ToString::to_string);
+        self.remedy = self.error.as_ref().and_then(Error::remedy_text).map(str::to_owned);
         self
     }
 }
@@ -125,6 +128,7 @@ impl fmt::Display for Attempt {
         if let Some(remedy) = &self.remedy {
             write!(f, "; remedy: {remedy}")?;
         }
+        error.write_other_causes(f)?;
         error.write_values(f)
     }
 }

@@ -9,13 +9,12 @@
 use std::collections::BTreeSet;
 
 use hmem_core::{
-    ErrorKind, Path,
-    cause::{Answer, CoherentLink, Facts, Needs, RefusalCause, RefusalContext, Step},
+    Access, AllocationKind, Error, ErrorKind, Path, ProbableCause,
+    cause::{Answer, CoherentLink, Facts, IpcLock, Needs, RefusalCause, RefusalContext, Step},
     iface::DmaBufMapping,
-    path::Attempt,
 };
 
-use super::cgroup;
+use super::cgroup::{self, RdmaLimit};
 use crate::topology::PEER_MEMORY;
 
 const DMA_BUF: &[Path] = &[Path::DmaBuf];
@@ -38,6 +37,9 @@ const BAR_FULL: &[Answer] = &[Answer::Errno(&[12, 28]), Answer::Kind(&[ErrorKind
 const NOT_REACHABLE: &[Answer] =
     &[Answer::Errno(&[524, 121]), Answer::Kind(&[ErrorKind::Unreachable])];
 
+/// Errors with which the kernel refuses to pin pages beyond the locked-memory limit: EPERM for a
+/// limit of 0, otherwise ENOMEM.
+const MEMLOCK: &[Answer] = &[Answer::Errno(&[1, 12]), Answer::Kind(&[ErrorKind::OutOfResources])];
 const NO_NODE: &[Answer] = &[Answer::Errno(&[2, 6, 19]), Answer::Kind(&[ErrorKind::Unavailable])];
 const NO_ACCESS: &[Answer] = &[
     Answer::Errno(&[1, 13]),
@@ -65,8 +67,51 @@ fn no_client(facts: &Facts) -> bool {
     PEER_MEMORY.iter().all(|name| facts.has_module(name) == Some(false))
 }
 
-fn memlock_limit(facts: &Facts) -> Option<String> {
-    facts.memlock.map(|limit| format!("the limit is {limit} bytes"))
+/// Returns true if the process has a locked-memory limit that the request may exceed.
+fn may_exceed_memlock(facts: &Facts) -> bool {
+    has_memlock_limit(facts) && facts.memlock_has_room() != Some(true)
+}
+
+fn has_memlock_limit(facts: &Facts) -> bool {
+    facts.memlock.is_some_and(|limit| limit != u64::MAX)
+}
+
+fn memlock_use(facts: &Facts) -> Option<String> {
+    let mut text = format!("the limit is {} bytes", facts.memlock?);
+    if let Some(pinned) = facts.pinned {
+        text += &format!(", of which the process has pinned {pinned}");
+    }
+    if let Some(request) = facts.request {
+        text += &format!("; the request needs {}", request.len);
+    }
+    Some(text)
+}
+
+fn inert_ipc_lock(facts: &Facts) -> Option<String> {
+    let state = match facts.ipc_lock? {
+        IpcLock::UserNamespace => "the process has it in a user namespace of its own",
+        IpcLock::NotInherited => {
+            "it is in the bounding set of the container but not in the effective set of the \
+             process, which does not run as root"
+        }
+        _ => return None,
+    };
+    Some(format!("{state}; {}", memlock_use(facts)?))
+}
+
+fn regions_of_domain(facts: &Facts) -> Option<String> {
+    let request = facts.request?;
+    Some(format!(
+        "this domain has {} regions, and the NIC has room for {}",
+        request.regions, request.max_regions
+    ))
+}
+
+fn rdma_group(facts: &Facts) -> Option<String> {
+    match cgroup::rdma_limit(facts) {
+        RdmaLimit::Reached(evidence) => Some(evidence),
+        RdmaLimit::NotReached | RdmaLimit::Unknown => None,
+    }
 }
 
 fn memory_only_nodes(facts: &Facts) -> Option<String> {
@@ -82,37 +127,36 @@ fn nodes(all: &BTreeSet<String>, step: Step) -> Option<String> {
     (!nodes.is_empty()).then(|| nodes.join(", "))
 }
 
-/// The probable cause of an error, with values of this machine such as its limits.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ProbableCause {
-    /// The name of the cause: a heading in `docs/causes.md`.
-    pub name: &'static str,
-    /// The cause as a sentence.
-    pub cause: String,
-    /// The remedy as an imperative clause.
-    pub remedy: &'static str,
+/// Returns the probable causes of a refusal, out of the causes of an iface and the general causes.
+/// The most probable cause comes first. `facts` is called only if a cause may fit.
+pub(super) fn causes_of(
+    of_iface: &[RefusalCause],
+    context: &RefusalContext<'_>,
+    facts: impl FnOnce() -> Facts,
+) -> Vec<ProbableCause> {
+    let rows = || of_iface.iter().chain(CAUSES);
+    if !rows().any(|row| row.may_fit(context)) {
+        return Vec::new();
+    }
+    let facts = facts();
+    let ranked = RefusalCause::ranked(rows(), context, &facts);
+    ranked.into_iter().map(|row| row.explain(&facts)).collect()
 }
 
-impl ProbableCause {
-    /// Returns the cause with the lowest rank that fits a refusal, out of the causes of an iface
-    /// and the general causes. The iface's cause is preferred among equal ranks.
-    pub(super) fn find(
-        of_iface: &[RefusalCause],
-        context: &RefusalContext<'_>,
-        facts: &Facts,
-    ) -> Option<Self> {
-        let row = RefusalCause::probable(of_iface.iter().chain(CAUSES), context, facts)?;
-        Some(Self { name: row.name, cause: row.describe(facts), remedy: row.remedy })
-    }
-
-    /// Returns `attempt` with the cause `found`, if there is one.
-    pub(super) fn add_to(found: Option<&Self>, attempt: Attempt) -> Attempt {
-        match found {
-            Some(found) => attempt.with_cause(found.name, found.cause.as_str(), found.remedy),
-            None => attempt,
-        }
-    }
+/// Returns the probable causes of an error at `step` of a registration of host memory.
+pub(super) fn host_causes(
+    step: Step,
+    error: &Error,
+    facts: impl FnOnce() -> Facts,
+) -> Vec<ProbableCause> {
+    let context = RefusalContext {
+        path: Path::PlainHost,
+        step,
+        kind: AllocationKind::System,
+        mapping: DmaBufMapping::Default,
+        error,
+    };
+    causes_of(&[], &context, facts)
 }
 
 /// The causes that apply to every iface, sorted by rank. A specific cause comes before a less
@@ -376,7 +420,7 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: PEER,
         steps: IMPORT_OR_REGISTER,
         answers: &[
-            Answer::Errno(&[14]),
+            Answer::Errno(&[14, 22]),
             Answer::UNSUPPORTED,
             Answer::Kind(&[ErrorKind::BadAddress]),
         ],
@@ -393,6 +437,7 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: PEER,
         steps: REGISTER,
         answers: &[Answer::Errno(&[14, 22]), Answer::Kind(&[ErrorKind::BadAddress])],
+        ambiguous: true,
         cause: "the peer-memory client does not recognise the range: it was freed, was mapped by \
                 hand, or belongs to another process",
         remedy: "register whole live allocations of the plain allocator",
@@ -419,16 +464,38 @@ pub const CAUSES: &[RefusalCause] = &[
         ..ANY
     },
     RefusalCause {
+        name: "ipc-lock-inert",
+        rank: 235,
+        paths: HOST,
+        answers: MEMLOCK,
+        needs: Needs::some(
+            "CAP_IPC_LOCK was granted without effect, and the locked-memory limit may be exceeded",
+            |facts| may_exceed_memlock(facts) && inert_ipc_lock(facts).is_some(),
+        ),
+        ambiguous: true,
+        cause: "the process has reached the locked-memory limit (RLIMIT_MEMLOCK), because the \
+                capability IPC_LOCK that was granted to it has no effect",
+        detail: Some(inert_ipc_lock),
+        remedy: "raise the limit instead: LimitMEMLOCK=infinity in the systemd unit of the \
+                 container runtime, `docker run --ulimit memlock=-1`; or make IPC_LOCK effective: \
+                 run as root outside of a user namespace (hostUsers: true in Kubernetes), or give \
+                 it to the program (`setcap cap_ipc_lock+ep FILE`)",
+        ..ANY
+    },
+    RefusalCause {
         name: "memlock",
         rank: 240,
         paths: HOST,
-        answers: &[Answer::Errno(&[1, 12]), Answer::Kind(&[ErrorKind::OutOfResources])],
-        needs: Needs::some("the locked-memory limit is finite", |facts| {
-            facts.memlock.is_some_and(|limit| limit != u64::MAX)
-        }),
+        answers: MEMLOCK,
+        needs: Needs::some(
+            "the locked-memory limit is finite, and has no room for the request if its use is \
+             known",
+            may_exceed_memlock,
+        ),
+        ambiguous: true,
         cause: "the process has reached the locked-memory limit (RLIMIT_MEMLOCK); each \
                 registration counts all of its pages, even if another one counted them",
-        detail: Some(memlock_limit),
+        detail: Some(memlock_use),
         remedy: "raise the limit: `ulimit -l unlimited` in a shell, `docker run --ulimit \
                  memlock=-1`, LimitMEMLOCK=infinity in the systemd unit of the service or \
                  (Kubernetes) of the container runtime, memlock in limits.conf",
@@ -441,9 +508,11 @@ pub const CAUSES: &[RefusalCause] = &[
         answers: &[Answer::Errno(&[11])],
         needs: Needs::some(
             "a control group has reached its limit of RDMA objects, or its limit is unknown",
-            |facts| cgroup::is_full(facts) != Some(false),
+            |facts| cgroup::rdma_limit(facts) != RdmaLimit::NotReached,
         ),
+        ambiguous: true,
         cause: "the process's control group has reached its limit of RDMA objects (rdma.max)",
+        detail: Some(rdma_group),
         remedy: "raise hca_object in rdma.max of the group, or register larger ranges in fewer \
                  regions",
         ..ANY
@@ -454,8 +523,9 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: EVERY,
         steps: REGISTER,
         answers: &[Answer::Errno(&[11])],
-        cause: "the NIC has no memory key left, and no control group limits them; processes that \
-                crashed may still hold some",
+        cause: "the NIC has no memory key left, and no control group is known to limit them; \
+                processes that crashed may still hold some",
+        detail: Some(regions_of_domain),
         remedy: "find the processes that hold regions (`rdma resource show mr`) and end them, \
                  close regions, or register larger ranges in fewer regions; if nobody holds them, \
                  reload the NIC's driver",
@@ -469,6 +539,7 @@ pub const CAUSES: &[RefusalCause] = &[
         needs: Needs::some("a NUMA node has memory and no CPUs", |facts| {
             !facts.memory_only_nodes.is_empty()
         }),
+        ambiguous: true,
         cause: "the memory may lie on a NUMA node without CPUs, such as the memory of a GPU with \
                 NVLink-C2C or of a CXL device; such memory is often movable, and the kernel found \
                 no other place for the pages when it pinned them",
@@ -482,10 +553,28 @@ pub const CAUSES: &[RefusalCause] = &[
         rank: 260,
         paths: EVERY,
         answers: &[Answer::Errno(&[12, 28]), Answer::Kind(&[ErrorKind::OutOfResources])],
+        ambiguous: true,
         cause: "the NIC has no region or translation entry left, or the kernel has no memory for \
                 them",
+        detail: Some(regions_of_domain),
         remedy: "close regions, register larger ranges in fewer regions, or use huge pages; raise \
                  the driver's table sizes",
+        ..ANY
+    },
+    RefusalCause {
+        name: "memlock-of-user",
+        rank: 262,
+        paths: HOST,
+        answers: &[Answer::Errno(&[12]), Answer::Kind(&[ErrorKind::OutOfResources])],
+        needs: Needs::some(
+            "the locked-memory limit is finite and has room for the request",
+            |facts| has_memlock_limit(facts) && facts.memlock_has_room() == Some(true),
+        ),
+        cause: "other processes of the user, or io_uring buffers, use up the locked-memory limit \
+                (RLIMIT_MEMLOCK); such memory counts for the user, not for one process",
+        detail: Some(memlock_use),
+        remedy: "raise the limit (`ulimit -l unlimited`, `docker run --ulimit memlock=-1`, \
+                 LimitMEMLOCK=infinity in systemd), or end the other processes",
         ..ANY
     },
     RefusalCause {
@@ -506,10 +595,27 @@ pub const CAUSES: &[RefusalCause] = &[
             Answer::Errno(&[22]),
             Answer::Kind(&[ErrorKind::InvalidArgument, ErrorKind::OutOfBounds]),
         ],
+        ambiguous: true,
         cause: "the range ends past the dma-buf, the fd is no dma-buf, or address and offset \
                 differ within a page",
         remedy: "pass the offset in the dma-buf, not in the allocation, and check the length \
                  against the exported buffer",
+        ..ANY
+    },
+    RefusalCause {
+        name: "atomic-right",
+        rank: 275,
+        paths: &[Path::PlainHost, Path::DmaBuf, Path::PeerMemory],
+        answers: &[Answer::Errno(&[22])],
+        needs: Needs::some("the request grants atomics to peers", |facts| {
+            facts
+                .request
+                .is_some_and(|request| request.access.intersects(Access::ANY_REMOTE_ATOMIC))
+        }),
+        cause: "the NIC's driver refuses the right of peers to use atomics on this memory, though \
+                the NIC has atomics (seen with AMD's ionic)",
+        remedy: "grant REMOTE_RMA_WRITE instead of REMOTE_WRITE, which includes atomics, and leave \
+                 REMOTE_ATOMIC out",
         ..ANY
     },
     RefusalCause {

@@ -5,15 +5,15 @@ use std::{fmt, sync::Arc};
 
 use hmem_core::{
     Access, AllocationKind, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, ErrorKind,
-    Iface, IfaceKind, MrMode, Path, Registry, Result,
-    cause::{Facts, RefusalContext, Step},
+    Iface, IfaceKind, MrMode, Path, ProbableCause, Registry, Result,
+    cause::Step,
     iface::{AllocRequest, DmaBufMapping},
     path::{Attempt, DirectPath, ExportUnit, P2pPolicy, Trace},
     provider::{Nic, Provider},
 };
 use serde::{Serialize, Serializer};
 
-use super::{DefaultPathSelector, cause::ProbableCause};
+use super::{DefaultPathSelector, cause::host_causes};
 
 /// The memory, NIC and policy that [`DefaultPathSelector::explain`] finds a path for.
 #[derive(Clone, Debug)]
@@ -208,10 +208,7 @@ impl DefaultPathSelector {
         };
         match outcome {
             Ok(decision) => explanation.take(&decision),
-            Err(error) => {
-                let facts = self.facts.facts(explanation.device_pci_bus_id.as_deref(), nic);
-                explanation.refused(error, &facts);
-            }
+            Err(error) => explanation.refused(error),
         }
         domain.close()?;
         Ok(explanation)
@@ -237,20 +234,8 @@ impl DefaultPathSelector {
             return None;
         }
         let nic = Nic { provider: String::new(), name: String::new(), pci_bus_id: None };
-        host_cause(step, error, &self.facts.facts(None, &nic))
+        host_causes(step, error, || self.facts.facts(None, &nic)).into_iter().next()
     }
-}
-
-/// Returns the probable cause of an error at `step` of a registration of host memory.
-fn host_cause(step: Step, error: &Error, facts: &Facts) -> Option<ProbableCause> {
-    let context = RefusalContext {
-        path: Path::PlainHost,
-        step,
-        kind: AllocationKind::System,
-        mapping: DmaBufMapping::Default,
-        error,
-    };
-    ProbableCause::find(&[], &context, facts)
 }
 
 /// Returns the requested device and its PCI bus id.
@@ -289,12 +274,12 @@ impl Explanation {
         self.advise_by_attempts();
     }
 
-    fn refused(&mut self, error: Error, facts: &Facts) {
+    fn refused(&mut self, error: Error) {
         self.reason = error.context_value("why").unwrap_or(error.kind().text()).to_owned();
         let remedy = error.remedy_text().map(str::to_owned);
         self.attempts = match error.trace().is_empty() {
             false => error.trace().clone(),
-            true => self.host_attempt(error, facts).into(),
+            true => self.host_attempt(error).into(),
         };
         self.advise_by_attempts();
         if let Some(remedy) = remedy {
@@ -305,19 +290,19 @@ impl Explanation {
     /// Returns the attempts of a registration that failed with an `error` without attempts of its
     /// own. Host memory has only one path, so `error` is the single attempt. For other memory, no
     /// path was tried, and the list is empty.
-    fn host_attempt(&self, error: Error, facts: &Facts) -> Vec<Attempt> {
+    fn host_attempt(&self, error: Error) -> Vec<Attempt> {
         if self.iface != IfaceKind::SYSTEM {
             return Vec::new();
         }
-        let cause = host_cause(Step::Register, &error, facts);
-        let attempt = Attempt::refused(Path::PlainHost, "register(host pages)", error);
-        vec![ProbableCause::add_to(cause.as_ref(), attempt)]
+        vec![Attempt::refused(Path::PlainHost, "register(host pages)", error)]
     }
 
     fn advise_by_attempts(&mut self) {
         let attempts = self.attempts.clone();
-        for remedy in attempts.iter().filter_map(|attempt| attempt.remedy.clone()) {
-            self.advise(remedy);
+        for attempt in &attempts {
+            attempt.remedy.iter().for_each(|remedy| self.advise(remedy.clone()));
+            let causes = attempt.error.as_ref().map_or(&[][..], Error::causes);
+            causes.iter().for_each(|cause| self.advise(cause.remedy.to_owned()));
         }
     }
 

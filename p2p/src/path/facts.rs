@@ -17,7 +17,7 @@ use std::{
 };
 
 use hmem_core::{
-    cause::{CoherentLink, Facts},
+    cause::{CoherentLink, Facts, IpcLock},
     provider::Nic,
 };
 use rustix::{
@@ -29,6 +29,8 @@ use crate::topology::{KeptOptions, Kernel, Setting, Topology};
 
 /// The bit of `CapEff` in `/proc/self/status` that exempts a process from the locked-memory limit.
 const CAP_IPC_LOCK: u64 = 1 << 14;
+/// The bit of a capability that containers do not get, unless they are privileged.
+const CAP_SYS_ADMIN: u64 = 1 << 21;
 
 /// Sysfs classes of devices, each with the prefix of its node names in `/dev`. Registrations need
 /// these nodes: NICs, render nodes, AMD's compute node, accelerators and Neuron devices.
@@ -115,17 +117,30 @@ impl LocalMachine {
         Topology::redirects_below(&self.root, id(device)?, id(nic.pci_bus_id.as_deref())?)
     }
 
-    /// Returns the locked-memory limit of this process in bytes. A process with `CAP_IPC_LOCK` in
-    /// the initial user namespace has no limit: `u64::MAX`.
-    fn memlock(&self) -> Option<u64> {
+    /// Returns the locked-memory limit of this process in bytes. A process with an effective
+    /// `CAP_IPC_LOCK` has no limit: `u64::MAX`.
+    fn memlock(&self, ipc_lock: Option<IpcLock>) -> Option<u64> {
         let limit = limit(&self.text("proc/self/limits")?, "Max locked memory")?;
-        let status = self.text("proc/self/status").unwrap_or_default();
-        let effective = status_line(&status, "CapEff")
-            .and_then(|mask| u64::from_str_radix(mask, 16).ok())
-            .unwrap_or(0);
-        let ids = self.text("proc/self/uid_map").unwrap_or_default();
-        let initial = ids.split_whitespace().eq(["0", "0", "4294967295"]);
-        Some(if initial && effective & CAP_IPC_LOCK != 0 { u64::MAX } else { limit })
+        Some(if ipc_lock == Some(IpcLock::Effective) { u64::MAX } else { limit })
+    }
+
+    /// Returns the state of the capability `CAP_IPC_LOCK`. `status` is the text of
+    /// `/proc/self/status`.
+    fn ipc_lock(&self, status: &str) -> Option<IpcLock> {
+        let has = |set, capability| {
+            let mask = u64::from_str_radix(status_line(status, set)?, 16).ok()?;
+            Some(mask & capability != 0)
+        };
+        if has("CapEff", CAP_IPC_LOCK)? {
+            let ids = self.text("proc/self/uid_map").unwrap_or_default();
+            let initial = ids.split_whitespace().eq(["0", "0", "4294967295"]);
+            return Some(if initial { IpcLock::Effective } else { IpcLock::UserNamespace });
+        }
+        // The bounding set of a process outside of containers has all capabilities, which shows
+        // nothing. A container's set has few, and IPC_LOCK only if somebody added it.
+        let granted = has("CapBnd", CAP_IPC_LOCK) == Some(true)
+            && has("CapBnd", CAP_SYS_ADMIN) == Some(false);
+        Some(if granted { IpcLock::NotInherited } else { IpcLock::Absent })
     }
 
     /// Returns two sets of device nodes: those missing in `/dev`, and those that the process may
@@ -190,14 +205,16 @@ impl FactSource for LocalMachine {
             bus_ids.into_iter().flatten().filter_map(|bus_id| self.iommu_translates(bus_id));
         let (missing_nodes, forbidden_nodes) = self.unusable_nodes();
         let kernel = Topology::kernel_below(&self.root, &self.options).unwrap_or_default();
+        let status = self.text("proc/self/status").unwrap_or_default();
+        let ipc_lock = self.ipc_lock(&status);
         Facts {
             kernel: kernel.release.as_deref().and_then(version),
             modules: self.modules(&kernel),
             kernel_options: kernel.options.as_ref().map(built_with),
-            memlock: self.memlock(),
-            seccomp: self
-                .text("proc/self/status")
-                .and_then(|status| status_line(&status, "Seccomp").map(|mode| mode == "2")),
+            memlock: self.memlock(ipc_lock),
+            pinned: status_line(&status, "VmPin").and_then(kibibytes),
+            ipc_lock,
+            seccomp: status_line(&status, "Seccomp").map(|mode| mode == "2"),
             missing_nodes,
             forbidden_nodes,
             iommu_translates: translates.reduce(|one, other| one || other),
@@ -205,6 +222,7 @@ impl FactSource for LocalMachine {
             bar: device.and_then(|bus_id| self.bar(bus_id)),
             coherent_link: device.and_then(|device| self.coherent_link(device, nic)),
             memory_only_nodes: Topology::memory_only_nodes_below(&self.root),
+            request: None,
             root: Some(self.root.clone()),
         }
     }
@@ -239,6 +257,11 @@ fn version(release: &str) -> Option<(u32, u32)> {
 /// Returns the value of the field `name` in the text of `/proc/self/status`.
 fn status_line<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
+}
+
+/// Returns the bytes of an amount in `/proc/self/status`, such as `12 kB`.
+fn kibibytes(text: &str) -> Option<u64> {
+    text.strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// Returns the soft limit `name` from the text of `/proc/self/limits`; `u64::MAX` for no limit.
@@ -295,6 +318,8 @@ mod tests {
             modules: names(&["nvidia_peermem"]),
             kernel_options: names(&["PCI_P2PDMA"]),
             memlock: Some(65536),
+            pinned: None,
+            ipc_lock: None,
             seccomp: None,
             missing_nodes: BTreeSet::new(),
             forbidden_nodes: BTreeSet::new(),
@@ -303,6 +328,7 @@ mod tests {
             bar: Some(64 << 30),
             coherent_link: None,
             memory_only_nodes: BTreeSet::new(),
+            request: None,
             root: Some(root),
         };
         assert_eq!(facts, expected);
@@ -391,7 +417,10 @@ mod tests {
             fs::write(path, text).unwrap();
         };
         let status = |seccomp: u32, caps: &str| {
-            let text = format!("Name:\thmem\nCapEff:\t{caps}\nSeccomp:\t{seccomp}\n");
+            let text = format!(
+                "Name:\thmem\nVmPin:\t      40 kB\nCapEff:\t{caps}\nCapBnd:\t00000000a80465fb\n\
+                 Seccomp:\t{seccomp}\n"
+            );
             write("proc/self/status", &(text + "Seccomp_filters:\t1\n"));
         };
         write(
@@ -418,10 +447,20 @@ mod tests {
         let exempt = facts();
         write("proc/self/uid_map", "0 1000 1\n");
         let in_user_namespace = facts();
+        write(
+            "proc/self/status",
+            "CapEff:\t0000000000000000\nCapBnd:\t000001ffffffffff\nSeccomp:\t0\n",
+        );
+        let ordinary_user = facts();
         fs::remove_dir_all(&root).unwrap();
         assert_eq!((limited.memlock, limited.seccomp), (Some(65536), Some(true)));
         assert_eq!((exempt.memlock, exempt.seccomp), (Some(u64::MAX), Some(false)));
         assert_eq!(in_user_namespace.memlock, Some(65536));
+        let states = [&limited, &exempt, &in_user_namespace, &ordinary_user];
+        let expected =
+            [IpcLock::NotInherited, IpcLock::Effective, IpcLock::UserNamespace, IpcLock::Absent];
+        assert_eq!(states.map(|facts| facts.ipc_lock), expected.map(Some));
+        assert_eq!((limited.pinned, ordinary_user.pinned), (Some(40 << 10), None));
         let missing: Vec<_> = limited.missing_nodes.iter().map(String::as_str).collect();
         let expected = [
             "/dev/dri/renderD128",

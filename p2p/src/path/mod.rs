@@ -38,7 +38,8 @@ mod variant;
 use std::sync::Arc;
 
 use hmem_core::{
-    AllocationKind, Decision, Error, ErrorKind, IfaceKind, Path, Result,
+    AddressRange, AllocationKind, Decision, Error, ErrorKind, IfaceKind, Path, Result,
+    cause::{RequestFacts, Step},
     iface::DmaBufMapping,
     path::{DirectPath, ExportUnit, P2pPolicy, PathRegistration, PathSelector, Target},
     provider::{Nic, ProviderAttr, ProviderDomain, ProviderRegion},
@@ -46,12 +47,8 @@ use hmem_core::{
     registry::AddressOwner,
 };
 
-pub use self::{
-    cause::ProbableCause,
-    explain::{ExplainRequest, Explanation},
-    facts::{FactSource, LocalMachine},
-};
 use self::{
+    cause::host_causes,
     decisions::{Decided, DecisionTable, Key, Settings},
     dma_buf::register_dma_buf,
     exports::ExportSet,
@@ -60,7 +57,11 @@ use self::{
     search::{PathSearch, Reach, kind_of},
     variant::{ExportShape, PathVariant},
 };
-pub use hmem_core::cause::Facts;
+pub use self::{
+    explain::{ExplainRequest, Explanation},
+    facts::{FactSource, LocalMachine},
+};
+pub use hmem_core::{ProbableCause, cause::Facts};
 
 /// The library's path selector. It remembers its decisions for later registrations.
 #[derive(Debug)]
@@ -139,6 +140,23 @@ impl DefaultPathSelector {
             self.reached.store(search, variant, &reach);
             reach
         })
+    }
+
+    /// Returns the facts about the machine and the request of `target`. `device` is the PCI bus id
+    /// of the device that owns the memory, if it has one.
+    fn facts_of(&self, target: Target<'_>, device: Option<&str>) -> Facts {
+        let Target { registration, provider } = target;
+        let page = rustix::param::page_size() as u64;
+        // Ranges that were checked do not wrap.
+        let pages = |range: &AddressRange| range.start().0 % page + range.len();
+        let len = registration.ranges.iter().map(|range| pages(range).next_multiple_of(page)).sum();
+        let request = RequestFacts {
+            len,
+            access: registration.access,
+            regions: provider.live().regions,
+            max_regions: provider.attr().max_mr_count,
+        };
+        Facts { request: Some(request), ..self.facts.facts(device, &provider.attr().nic) }
     }
 
     /// Registers over the remembered path. If no path is remembered, or if the remembered path is
@@ -491,6 +509,11 @@ unsafe impl PathSelector for DefaultPathSelector {
             from_cache: false,
             attempts: vec![PathVariant::HostPages.success(ExportShape::default())].into(),
         }
+    }
+
+    fn explain_host(&self, target: Target<'_>, error: Error) -> Error {
+        let causes = host_causes(Step::Register, &error, || self.facts_of(target, None));
+        error.with_causes(causes)
     }
 
     unsafe fn register(

@@ -6,7 +6,7 @@ use std::{cell::OnceCell, sync::Arc};
 
 use hmem_core::{
     AddressRange, AllocationKind, Decision, Error, ErrorKind, Iface, IfaceKind, IfaceName, Path,
-    Result,
+    ProbableCause, Result,
     cause::{CoherentLink, Facts, RefusalContext, Step},
     iface::DmaBufMapping,
     path::{Attempt, DirectPath, ExportUnit, P2pPolicy, Target, Trace},
@@ -17,7 +17,7 @@ use hmem_core::{
 
 use super::{
     DefaultPathSelector,
-    cause::{NO_PCIE_MAPPING, ProbableCause},
+    cause::{NO_PCIE_MAPPING, causes_of},
     exports::{Division, ExportSet, Exported, named},
     variant::{DmaBufLayout, ExportShape, PathRefusal, PathVariant},
 };
@@ -485,10 +485,10 @@ impl<'a> PathSearch<'a> {
                 .provider(self.nic().to_string())
                 .context("why", what)
                 .remedy("use a NIC and driver that support it");
-            let cause = self.cause(path, Step::Import, variant.mapping(), &error);
+            let causes = self.causes(path, Step::Import, variant.mapping(), &error);
             tracing::debug!(%path, %error, "the NIC does not have the path");
-            let attempt = Attempt::not_tried(path, "import", error);
-            self.attempts.push(ProbableCause::add_to(cause.as_ref(), attempt));
+            let error = error.with_causes(causes);
+            self.attempts.push(Attempt::not_tried(path, "import", error));
         }
         is_imported
     }
@@ -535,13 +535,13 @@ impl<'a> PathSearch<'a> {
         self.attempts.push(Attempt::not_tried(path, "direct_paths", error));
     }
 
-    fn cause(
+    fn causes(
         &mut self,
         path: Path,
         step: Step,
         mapping: DmaBufMapping,
         error: &Error,
-    ) -> Option<ProbableCause> {
+    ) -> Vec<ProbableCause> {
         let facts = match self.facts.take() {
             Some(facts) => facts,
             None => {
@@ -550,13 +550,14 @@ impl<'a> PathSearch<'a> {
                     self.attempts.push(Attempt::refused(path, "devices()", error));
                     None
                 });
-                self.selector.facts.facts(bus_id.as_deref(), self.nic())
+                let target = Target { registration: self.registration, provider: self.provider };
+                self.selector.facts_of(target, bus_id.as_deref())
             }
         };
-        let (facts, kind) = (self.facts.insert(facts), self.kind);
+        let (facts, kind) = (&*self.facts.insert(facts), self.kind);
         let of_iface = self.iface.map_or(&[][..], |iface| iface.causes());
         let context = RefusalContext { path, step, kind, mapping, error };
-        ProbableCause::find(of_iface, &context, facts)
+        causes_of(of_iface, &context, || facts.clone())
     }
 
     /// Returns the PCI bus id of the device that owns the memory; `None` if the device or its bus
@@ -594,14 +595,13 @@ impl<'a> PathSearch<'a> {
             _ if self.default_refused => DmaBufMapping::Default,
             mapping => mapping.of_export(),
         };
-        let cause = self.cause(variant.path(), step, mapping, &error);
+        let causes = self.causes(variant.path(), step, mapping, &error);
         if unsupported && variant == PathVariant::DmaBuf(DmaBufMapping::Default) {
-            self.default_is_refused(cause.as_ref());
+            self.default_is_refused(&causes);
         }
         self.refused_with = Some(error.kind());
-        let attempt = Attempt::refused(variant.path(), call, self.named(error));
-        let attempt = Attempt { unit, ..attempt };
-        let attempt = ProbableCause::add_to(cause.as_ref(), attempt);
+        let error = self.named(error).with_causes(causes);
+        let attempt = Attempt { unit, ..Attempt::refused(variant.path(), call, error) };
         tracing::debug!(
             path = %attempt.path,
             step = step.name(),
@@ -623,17 +623,13 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Corrects earlier refusals of the PCIe mapping after the driver refused the default mapping
-    /// too. Sets their cause to `cause`, the cause of the refused default mapping.
-    fn default_is_refused(&mut self, cause: Option<&ProbableCause>) {
+    /// too. Sets their causes to `causes`, those of the refused default mapping.
+    fn default_is_refused(&mut self, causes: &[ProbableCause]) {
         self.default_refused = true;
         for attempt in &mut self.attempts {
-            if attempt.cause_name != Some(NO_PCIE_MAPPING) {
-                continue;
+            if attempt.cause_name == Some(NO_PCIE_MAPPING) {
+                *attempt = attempt.clone().with_causes(causes.to_vec());
             }
-            let remedy = attempt.error.as_ref().and_then(Error::remedy_text).map(str::to_owned);
-            attempt.cause_name = cause.map(|cause| cause.name);
-            attempt.cause = cause.map(|cause| cause.cause.clone());
-            attempt.remedy = cause.map(|cause| cause.remedy.to_owned()).or(remedy);
         }
     }
 
