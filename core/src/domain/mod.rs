@@ -9,6 +9,7 @@
 //! - `prefault`; `terms`: the settings of a request, and the promise about its memory
 //! - `region_state`: the state of a region; `region`: its public handle; `region_slice`,
 //!   `region_view`: parts of regions
+//! - `metrics`: counts of registrations, refusals and lookups
 //! - `growth`: the permission to register more than requested; `attr`: attributes of domains
 //! - `memory`: memory that regions hold; `host_memory`, `device_buffer`: the library's own kinds
 //! - `request`: requests and their checks; `owner`: the owner of the memory
@@ -35,6 +36,7 @@ mod host_memory;
 mod inbound;
 mod local;
 mod memory;
+mod metrics;
 mod monitors;
 mod owner;
 mod prefault;
@@ -68,6 +70,7 @@ pub use self::{
     growth::Growth,
     host_memory::{AnyBits, Items},
     memory::{BorrowedDmaBuf, DmaBuf, KeptRaw, Memory, Place, Raw},
+    metrics::{DomainMetrics, LatencyHistogram, PathMetrics, RefusalCount},
     monitors::Watch,
     prefault::{Prefault, prefault},
     region::MemoryRegion,
@@ -144,6 +147,7 @@ pub(crate) struct DomainInner {
     worker: OnceLock<Worker>,
     inbound: Arc<Inbound>,
     spare_windows: SpareWindows,
+    metrics: metrics::Counters,
 }
 
 impl Domain {
@@ -214,6 +218,7 @@ impl Domain {
                 inbound: Arc::new(Inbound::new(Arc::clone(&registry))),
                 registry,
                 selector,
+                metrics: metrics::Counters::new(attr.registration_latency),
                 attr,
                 mode,
                 effective: mode.effective(),

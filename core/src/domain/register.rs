@@ -7,6 +7,7 @@
 
 use std::{
     any::Any,
+    cell::Cell,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::Arc,
 };
@@ -216,18 +217,28 @@ pub(super) fn register_on_nics(
         access = %checked.request.terms.access,
     );
     let _entered = span.enter();
+    let bytes = checked.ranges.iter().fold(0, |sum: u64, range| sum.saturating_add(range.len()));
+    let start = || domains.iter().find_map(|domain| domain.metrics.start());
+    let mut started = start();
+    let registered = Cell::new(0);
     let mut done = |region: PathRegistration| {
         let path = region.decision.as_ref().unwrap_or(&first.plain_host).path;
         let nic = region.decision.as_ref().map(|decision| &*decision.nic);
         tracing::debug!(nic, %path, "registered");
+        let metrics = &domains[registered.replace(registered.get() + 1)].metrics;
+        metrics.count_registration(path, bytes, started);
         done(region);
+        started = start();
     };
     let mut allocations = Allocations::new();
     // A move of the result would be slow, for the reason in `DomainInner::owner`.
     let memory = first.resolve(checked, owner, &mut allocations);
     (memory.as_ref().map_err(Error::clone))
         .and_then(|memory| register_resolved(domains, checked, memory, &mut done))
-        .inspect_err(|error| tracing::debug!(%error, "registration refused"))
+        .inspect_err(|error| {
+            domains[registered.get().min(domains.len() - 1)].metrics.count_refusal(error);
+            tracing::debug!(%error, "registration refused");
+        })
 }
 
 /// Registers `memory`, which was resolved before, with the NIC of each domain.

@@ -242,7 +242,10 @@ impl DomainInner {
         self.process.check("regattr")?;
         self.check_request(request)
             .map(|(ranges, part)| Checked { request, ranges, part })
-            .inspect_err(|error| tracing::debug!(%error, "registration refused"))
+            .inspect_err(|error| {
+                self.metrics.count_refusal(error);
+                tracing::debug!(%error, "registration refused");
+            })
     }
 
     #[inline]
