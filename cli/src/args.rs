@@ -329,6 +329,11 @@ pub struct PerfArgs {
     #[arg(allow_negative_numbers = true)]
     pub seed: Option<u64>,
 
+    /// Add the counts of this side's domains to the report: registrations with their latency and
+    /// bytes by path, refusals by cause, lookups of the cache
+    #[arg(long)]
+    pub metrics: bool,
+
     /// Print JSON (docs/perf-schema.md) instead of a table
     #[arg(long)]
     pub json: bool,

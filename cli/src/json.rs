@@ -28,15 +28,50 @@ pub struct Attempt {
     pub call: String,
     /// The memory that was exported as a dma-buf, such as `allocation`; null for other paths.
     pub unit: Option<Cow<'static, str>>,
-    /// The refusal, on one line; null for the attempt that succeeded.
+    /// The refusal without causes and remedies, on one line; null for the attempt that succeeded.
     pub error: Option<String>,
-    /// The probable cause of the refusal; null if unknown, or if the attempt succeeded.
+    /// The most probable cause of the refusal; null if unknown, or if the attempt succeeded.
     pub cause: Option<String>,
     /// The change that would make the path work; null if unknown or not needed.
     pub remedy: Option<String>,
-    /// The refusal without its remedy, for text output; `None` if the attempt succeeded.
-    #[serde(skip)]
-    pub reason: Option<String>,
+    /// All probable causes of the refusal, the most probable first.
+    #[serde(default)]
+    pub causes: Vec<Cause>,
+}
+
+/// A probable cause of a refusal.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub struct Cause {
+    /// The name of the cause: a heading in `docs/causes.md`.
+    pub name: Cow<'static, str>,
+    /// The cause, on one line.
+    pub cause: String,
+    /// The facts of this machine that point to the cause; null for none.
+    pub evidence: Option<String>,
+    /// The change that removes the cause.
+    pub remedy: Cow<'static, str>,
+}
+
+impl Cause {
+    /// Returns the causes of an error, the most probable first.
+    pub(crate) fn all_of(error: &Error) -> Vec<Self> {
+        let causes = error.causes().iter().map(|cause| Self {
+            name: cause.name.into(),
+            cause: cause.cause.clone(),
+            evidence: cause.evidence.clone(),
+            remedy: cause.remedy.into(),
+        });
+        causes.collect()
+    }
+
+    /// Returns the cause with its evidence, for text output.
+    pub(crate) fn text(&self) -> String {
+        match &self.evidence {
+            Some(evidence) => format!("{} ({evidence})", self.cause),
+            None => self.cause.clone(),
+        }
+    }
 }
 
 impl From<&path::Attempt> for Attempt {
@@ -45,10 +80,10 @@ impl From<&path::Attempt> for Attempt {
             path: attempt.path.name().into(),
             call: attempt.call.clone(),
             unit: attempt.unit.map(|unit| unit.name().into()),
-            error: attempt.error.as_ref().map(|error| format!("{error:#}")),
+            error: attempt.error.as_ref().map(|error| error.reason().to_string()),
             cause: attempt.cause.clone(),
             remedy: attempt.remedy.clone(),
-            reason: attempt.error.as_ref().map(|error| error.reason().to_string()),
+            causes: attempt.error.as_ref().map(Cause::all_of).unwrap_or_default(),
         }
     }
 }
@@ -61,10 +96,13 @@ impl Attempt {
             path: path.name().into(),
             call: "register".into(),
             unit: None,
-            error: Some(format!("{error:#}")),
-            cause: Some(error.kind().text().to_owned()),
+            error: Some(error.reason().to_string()),
+            cause: match error.causes() {
+                [] => Some(error.kind().text().to_owned()),
+                [first, ..] => Some(first.to_string()),
+            },
             remedy: error.remedy_text().map(str::to_owned),
-            reason: Some(error.reason().to_string()),
+            causes: Cause::all_of(error),
         }
     }
 
@@ -77,9 +115,12 @@ impl Attempt {
         format!("to use {}:", self.path)
     }
 
-    /// Applies [`needed_advice`] to the remedy.
+    /// Applies [`needed_advice`] to the remedies.
     pub(crate) fn with_needed_advice(mut self, chosen: Option<&str>) -> Self {
         self.remedy = self.remedy.map(|remedy| needed_advice(&remedy, chosen).to_owned());
+        for cause in &mut self.causes {
+            cause.remedy = needed_advice(&cause.remedy, chosen).to_owned().into();
+        }
         self
     }
 }

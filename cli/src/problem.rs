@@ -6,7 +6,7 @@ use std::{
     io::{self, Write},
 };
 
-use hmem::{Error, ErrorKind, IfaceKind, p2p::path::ProbableCause, path::Attempt};
+use hmem::{Error, ErrorKind, IfaceKind, ProbableCause, path::Attempt};
 
 use crate::table::{Style, stderr_columns};
 
@@ -54,8 +54,7 @@ impl Problem {
 
     /// Adds the probable cause. The remedy of the cause replaces the remedy of the problem.
     pub(crate) fn explained(self, cause: &ProbableCause) -> Self {
-        let probable = format!("probably, {}", cause.cause);
-        let causes = self.causes.into_iter().chain([probable]).collect();
+        let causes = self.causes.into_iter().chain([format!("probably, {cause}")]).collect();
         Self { causes, ..self }.remedy(cause.remedy)
     }
 
@@ -145,7 +144,7 @@ impl From<&Error> for Problem {
                     attempt.call,
                     refusal.reason()
                 ));
-                causes.extend(attempt.cause.iter().map(|cause| format!("probably, {cause}")));
+                causes.extend(probable(refusal));
             }
         }
         if causes.is_empty() {
@@ -157,6 +156,7 @@ impl From<&Error> for Problem {
                 );
                 source = cause.source();
             }
+            causes.extend(probable(error));
         }
         // The text of `headline` already contains the values that a user needs.
         let (headline, values) = match headline(error) {
@@ -167,6 +167,15 @@ impl From<&Error> for Problem {
         let remedy = remedy.or_else(|| error.remedy_text().map(str::to_owned));
         Self { headline, causes, remedy, values, group: group(error) }
     }
+}
+
+/// Returns the probable causes of an error as sentences. Those after the first have their remedies,
+/// because the remedy of the first is that of the error.
+fn probable(error: &Error) -> impl Iterator<Item = String> {
+    error.causes().iter().enumerate().map(|(at, cause)| match at {
+        0 => format!("probably, {cause}"),
+        _ => format!("or perhaps, {cause}; remedy: {}", cause.remedy),
+    })
 }
 
 /// Returns a plain headline for some frequent errors, or `None` for all other errors.
@@ -217,6 +226,9 @@ fn decisive(error: &Error) -> Option<&Attempt> {
 fn group(error: &Error) -> String {
     if let Some(cause) = decisive(error).and_then(|attempt| attempt.cause.clone()) {
         return cause;
+    }
+    if let Some(cause) = error.causes().first() {
+        return cause.cause.clone();
     }
     match (error.operation(), error.kind(), error.context_value("why")) {
         ("load library", ErrorKind::Unavailable, _) => "library cannot be loaded".to_owned(),

@@ -164,6 +164,29 @@ fn table_shows_operation_path_and_figures() {
     );
 }
 
+/// LIFE-12
+#[test]
+fn report_has_counts_of_registrations_only_if_asked_for() {
+    let sizes = ["--size", "8", "--iface", "simulated"];
+    let document = document(&[&sizes[..], &["--metrics", "--ordering", "both"]].concat());
+    is_as_documented(&document, ["dma-buf"; 2]);
+    let metrics = document["metrics"].as_array().expect("counts");
+    assert_eq!(metrics.len(), 2, "one for each ordering");
+    for (counts, ordering) in metrics.iter().zip(["strict", "relaxed"]) {
+        assert_eq!((&counts["ordering"], &counts["refusals"]), (&json!(ordering), &json!([])));
+        let paths = counts["paths"].as_array().expect("paths");
+        assert_eq!((paths.len(), &paths[0]["path"]), (1, &json!("dma-buf")));
+        assert_eq!(paths[0]["registrations"], 1);
+        assert_eq!(counts["latency"][0]["count"], 1);
+    }
+    assert!(self::document(&sizes)["metrics"].is_null());
+    let output = perf(&["--loopback", "--size", "8", "--iterations", "10", "--metrics"]);
+    let table = text(&output.stdout);
+    for word in ["Registrations of this side (strict ordering)", "plain-host: ", "1 registered"] {
+        assert!(table.contains(word), "{word} is not in:\n{table}");
+    }
+}
+
 #[test]
 fn table_names_the_unit_of_latencies_above_their_columns() {
     let output = perf(&["--loopback", "--size", "64", "--iterations", "10"]);

@@ -111,7 +111,7 @@ const TASKS: &[Task] = &[
     },
     Task {
         name: "optional",
-        about: "features off by default: cudarc's slices over the fake CUDA driver, and log",
+        about: "features off by default: cudarc's slices over the fake CUDA driver, log, and metrics",
         steps: &[
             step(&[
                 "cargo",
@@ -129,11 +129,13 @@ const TASKS: &[Task] = &[
                 "-p",
                 "hmem",
                 "--features",
-                "cudarc,log",
+                "cudarc,log,metrics",
                 "--test",
                 "cudarc_slices",
                 "--test",
                 "log",
+                "--test",
+                "published_metrics",
             ]),
         ],
     },

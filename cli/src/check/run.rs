@@ -105,7 +105,9 @@ pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, re
 /// problem has that limit as its cause.
 fn explained(machine: &Machine, case: &Case<'_>, error: &Error) -> Problem {
     let step = match error.kind() {
-        // A trace already contains the cause of each refused path.
+        // A refused registration has its causes already.
+        _ if !error.causes().is_empty() => return error.into(),
+        // Queues and endpoints count for the limits of registrations.
         ErrorKind::OutOfResources if error.trace().is_empty() => Step::Register,
         // A software NIC makes system calls, which a container may forbid.
         _ if case.nic.software => Step::SystemCall,

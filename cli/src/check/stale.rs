@@ -320,10 +320,9 @@ impl Prepared {
         // Cache settings of the environment are ignored, since only the monitor is tested.
         let cache = CacheAttr::default().max_count(1024).max_bytes(1 << 30).merge(false);
         let cache = cache.without_monitors([]);
-        let domain = nic.open_with(
-            &self.hmem,
-            DomainAttr { p2p: P2pPolicy::Required, cache: Some(cache), ..DomainAttr::default() },
-        )?;
+        let (p2p, cache) = (P2pPolicy::Required, Some(cache));
+        let attr = DomainAttr { p2p, cache, ..DomainAttr::default() };
+        let domain = nic.open_with(&self.hmem, attr)?;
         // SAFETY: `plan` chose a NIC that pins the pages of its registrations. The memory belongs
         // to this value, which does not access it.
         unsafe { counts.run(&domain, &mut *self.memory, rounds) }?;

@@ -243,7 +243,7 @@ fn entry(
             entry.correct = !entry.correct && error.kind() != ErrorKind::Driver;
             entry.reason = error.reason().to_string();
             entry.error = Some(format!("{error:#}"));
-            let known = error.trace().iter().rev().find_map(|attempt| attempt.cause.clone());
+            let known = error.causes().first().map(ToString::to_string);
             let why = error.context_value("why").map(str::to_owned);
             entry.cause = known.or(why).or_else(|| Some(error.kind().text().to_owned()));
             entry.remedy = error.remedy_text().map(str::to_owned);

@@ -266,7 +266,7 @@ fn one(out: &mut dyn Write, entry: &PathEntry, style: Style) -> io::Result<()> {
     }
     for tried in &entry.trace {
         let head = format!("tried {}:", tried.path);
-        match &tried.reason {
+        match &tried.error {
             None => style.item(out, &head, &format!("{} succeeded", tried.call))?,
             Some(reason) => {
                 style.item(out, &head, &format!("{} refused: {reason}", tried.call))?;
@@ -276,6 +276,10 @@ fn one(out: &mut dyn Write, entry: &PathEntry, style: Style) -> io::Result<()> {
                 if let (Some(chosen), Some(remedy)) = (entry.path, &tried.remedy) {
                     style.detail(out, &tried.remedy_label(chosen), remedy)?;
                 }
+                for cause in tried.causes.iter().skip(1) {
+                    style.detail(out, "less probable cause:", &cause.text())?;
+                    style.detail(out, "remedy:", &cause.remedy)?;
+                }
             }
         }
     }
@@ -283,7 +287,10 @@ fn one(out: &mut dyn Write, entry: &PathEntry, style: Style) -> io::Result<()> {
     // If a path was chosen, the remedy of each refused path was printed with its attempt.
     let beside = |remedy: &&String| {
         entry.path.is_some()
-            && entry.trace.iter().any(|tried| tried.remedy.as_ref() == Some(remedy))
+            && entry.trace.iter().any(|tried| {
+                tried.remedy.as_ref() == Some(remedy)
+                    || tried.causes.iter().any(|cause| cause.remedy == **remedy)
+            })
     };
     for remedy in entry.remedies.iter().filter(|remedy| !beside(remedy)) {
         style.item(out, "remedy:", remedy)?;

@@ -16,6 +16,7 @@ use super::{
     end::{End, EndConfig, Idle, TransferRegion, completed},
     figures::{Bandwidth, Gain, Latency, Order, Role, Row},
     layout::{ADDEND, Layout, WORD, same},
+    metrics::Metrics,
     report::Report,
     wire::{Begin, HANDSHAKE, HEARTBEAT, Message, Peer, Request},
 };
@@ -133,7 +134,8 @@ fn measure_in_order(
         observer(Event::Connected { report: &first, depth })?;
         *report = Some(first);
     }
-    let results = report.as_mut().map(|report| &mut report.results).expect("created above");
+    let report = report.as_mut().expect("created above");
+    let results = &mut report.results;
     let mut client = Client { peer, end, target, key, operand, plan, request, runs: 0 };
     for (at, size) in plan.sizes.iter().enumerate() {
         let mut row = client.size(*size, observer)?;
@@ -145,6 +147,9 @@ fn measure_in_order(
         results.push(row);
     }
     let Client { end, operand, .. } = client;
+    if config.metrics {
+        report.metrics.get_or_insert_default().push(Metrics::of(&end.domain, order));
+    }
     if let Some(operand) = operand {
         operand.close()?;
     }

@@ -79,7 +79,7 @@ impl Measured {
     fn why(&self) -> Option<String> {
         let error = self.error.clone()?;
         let refused = self.trace.iter().find_map(|attempt| {
-            let reason = attempt.reason.as_deref()?;
+            let reason = attempt.error.as_deref()?;
             Some(match &attempt.cause {
                 Some(cause) => format!("{reason}; probable cause: {cause}"),
                 None => reason.to_owned(),

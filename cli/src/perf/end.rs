@@ -37,6 +37,8 @@ pub(super) struct EndConfig<'a> {
     /// The direct paths of the domain ([`DomainAttr::direct_paths`]), of which one must work if the
     /// list is not empty; `None` for the default order and policy.
     pub(super) direct_paths: Option<&'a [DirectPath]>,
+    /// True to count and time the registrations, for the report.
+    pub(super) metrics: bool,
 }
 
 /// Registered memory and an endpoint of one side.
@@ -67,14 +69,13 @@ impl End {
     ) -> Result<Self> {
         let buffer = allocate(config.iface, Some(config.device), request.room())?;
         let direct = config.direct_paths.is_some_and(|listed| !listed.is_empty());
-        let domain = config.nic.open_with(
-            config.hmem,
-            DomainAttr {
-                p2p: if direct { P2pPolicy::Required } else { P2pPolicy::Enabled },
-                direct_paths: config.direct_paths.map(<[_]>::to_vec),
-                ..DomainAttr::default()
-            },
-        )?;
+        let attr = DomainAttr {
+            p2p: if direct { P2pPolicy::Required } else { P2pPolicy::Enabled },
+            direct_paths: config.direct_paths.map(<[_]>::to_vec),
+            registration_latency: config.metrics,
+            ..DomainAttr::default()
+        };
+        let domain = config.nic.open_with(config.hmem, attr)?;
         let access = match (request.op, role) {
             (PerfOp::Write, Role::Client) => Access::WRITE,
             (PerfOp::Write, Role::Server) => Access::REMOTE_WRITE,

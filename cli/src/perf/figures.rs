@@ -6,7 +6,7 @@ use hdrhistogram::Histogram;
 use hmem::WriteOrdering;
 use serde::{Deserialize, Serialize};
 
-use crate::json::{Attempt, memory_name};
+use crate::json::{Attempt, Cause, memory_name};
 
 /// Maximum number of characters printed from a peer's text.
 const WORDS: usize = 400;
@@ -54,7 +54,16 @@ impl EndDescription {
             error: line(attempt.error),
             cause: line(attempt.cause),
             remedy: line(attempt.remedy),
-            reason: None,
+            causes: attempt
+                .causes
+                .into_iter()
+                .map(|cause| Cause {
+                    name: plain(&cause.name).into(),
+                    cause: plain(&cause.cause),
+                    evidence: line(cause.evidence),
+                    remedy: plain(&cause.remedy).into(),
+                })
+                .collect(),
         });
         Self {
             iface: plain(&self.iface),

@@ -1,14 +1,15 @@
 //! `hmem perf`: measures transfers between two hosts and verifies their content.
 //!
 //! `client` and `server` are the two sides. `end` is the memory and the endpoint of a side, `wire`
-//! the protocol over TCP, `layout` the expected bytes, and `report` the output. `compare` measures
-//! the paths to a device's memory.
+//! the protocol over TCP, `layout` the expected bytes, `metrics` the counts of registrations, and
+//! `report` the output. `compare` measures the paths to a device's memory.
 
 mod client;
 mod compare;
 mod end;
 mod figures;
 mod layout;
+mod metrics;
 mod report;
 mod server;
 mod wire;
@@ -34,6 +35,7 @@ use self::{
 pub use self::{
     compare::{Comparison, Measured},
     figures::{Bandwidth, EndDescription, Gain, Latency, Order, Role, Row},
+    metrics::{LatencyRange, Metrics, PathCount, Refusals},
     report::Report,
 };
 use crate::{
@@ -142,6 +144,7 @@ pub fn run(
         json::write(live.out, &report)?;
     } else {
         writeln!(live.out)?;
+        report::metrics(live.out, &report, style)?;
     }
     Ok(())
 }
@@ -376,7 +379,7 @@ fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>
         return Err(unknown_device(name, device.0, &known).into());
     }
     let (hmem, nic) = (&machine.hmem, nic(machine, args)?);
-    Ok(EndConfig { hmem, nic, iface, device, direct_paths: None })
+    Ok(EndConfig { hmem, nic, iface, device, direct_paths: None, metrics: args.metrics })
 }
 
 fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a ProviderNic, Failure> {
@@ -437,6 +440,51 @@ mod tests {
             iface: machine.hmem.registry().iter().next().expect("an iface"),
             device: DeviceId(0),
             direct_paths: None,
+            metrics: false,
+        }
+    }
+
+    /// Returns a plan of ten transfers of a word with each ordering.
+    fn plan(op: PerfOp, orders: &'static [Order]) -> Plan {
+        Plan {
+            op,
+            orders,
+            sizes: vec![8],
+            depth: 1,
+            measure: Measure::Bandwidth,
+            amount: Amount::Transfers(10),
+            seed: 1,
+        }
+    }
+
+    /// LIFE-12
+    ///
+    /// The client of a fetch-add registers its memory and an addend, and the server its memory, in
+    /// a domain for each ordering.
+    #[test]
+    fn each_side_reports_the_counts_of_its_own_domains() {
+        let machine = Machine::find(Hmem::builder()).expect("the software NIC at least");
+        let config = EndConfig { metrics: true, ..config(&machine) };
+        let plan = plan(PerfOp::Atomic, &[Order::Strict, Order::Relaxed]);
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("the address of the listener");
+        let [near, far] = thread::scope(|scope| {
+            let server = scope.spawn(|| accept(&listener)?.serve(&config));
+            let stream = TcpStream::connect(address).expect("the server listens");
+            let near = client::measure(&config, &plan, stream, address, &mut |_| Ok(()));
+            [near, server.join().expect("no panic")].map(|report| report.expect("measured"))
+        });
+        for (report, registrations) in [(near, 2), (far, 1)] {
+            let metrics = report.metrics.expect("the counts");
+            let orderings: Vec<_> = metrics.iter().map(|metrics| metrics.ordering).collect();
+            assert_eq!(orderings, [Order::Strict, Order::Relaxed]);
+            for metrics in metrics {
+                let [host] = &metrics.paths[..] else { panic!("{metrics:?}") };
+                assert_eq!((host.path, host.registrations), ("plain-host", registrations));
+                assert!(host.bytes >= 8 * registrations, "{host:?}");
+                let timed: u64 = metrics.latency.iter().map(|range| range.count).sum();
+                assert_eq!((timed, metrics.refusals.len()), (registrations, 0));
+            }
         }
     }
 
@@ -446,15 +494,7 @@ mod tests {
         let machine = Machine::find(Hmem::builder()).expect("the software NIC at least");
         let machine = Box::leak(Box::new(machine));
         let config = config(machine);
-        let plan = Plan {
-            op: PerfOp::Write,
-            orders: &[Order::Strict],
-            sizes: vec![8],
-            depth: 1,
-            measure: Measure::Bandwidth,
-            amount: Amount::Transfers(10),
-            seed: 1,
-        };
+        let plan = plan(PerfOp::Write, &[Order::Strict]);
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("the address of the listener");
         let mut silent: Vec<_> =

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::{
     figures::{EndDescription, Latency, Order, Role, Row},
+    metrics::Metrics,
     wire::Request,
 };
 use crate::{
@@ -40,6 +41,8 @@ pub struct Report {
     pub remote: EndDescription,
     /// The results, in the order of the sizes on the command line.
     pub results: Vec<Row>,
+    /// The counts of this side's domains, one for each write ordering; null without `--metrics`.
+    pub metrics: Option<Vec<Metrics>>,
 }
 
 impl Report {
@@ -61,6 +64,7 @@ impl Report {
             local,
             remote,
             results: Vec::new(),
+            metrics: None,
         }
     }
 }
@@ -92,7 +96,13 @@ pub(super) fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Re
         self::row(out, row, before, style)?;
         before = Some(row.ordering);
     }
-    writeln!(out)
+    writeln!(out)?;
+    metrics(out, report, style)
+}
+
+/// Prints the counts of this side's domains, if the report has them.
+pub(super) fn metrics(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()> {
+    report.metrics.iter().flatten().try_for_each(|metrics| metrics.print(out, style))
 }
 
 /// Prints the descriptions of the two sides, and the header of the table if the table fits the

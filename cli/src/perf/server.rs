@@ -12,6 +12,7 @@ use super::{
     end::{End, EndConfig, Idle, completed},
     figures::Role,
     layout::{Layout, WORD, same},
+    metrics::Metrics,
     report::Report,
     wire::{Begin, HANDSHAKE, Message, Peer, Ready, Request},
 };
@@ -56,9 +57,12 @@ fn receive_request(peer: &mut Peer) -> Result<Request> {
 }
 
 fn converse(config: &EndConfig<'_>, peer: &mut Peer, mut request: Request) -> Result<Report> {
+    let mut metrics = Vec::new();
     loop {
-        match serve_request(config, peer, request)? {
-            ControlFlow::Break(report) => return Ok(report),
+        match serve_request(config, peer, request, &mut metrics)? {
+            ControlFlow::Break(report) => {
+                return Ok(Report { metrics: config.metrics.then_some(metrics), ..report });
+            }
             ControlFlow::Continue(next) => {
                 check(&next, peer)?;
                 request = next;
@@ -68,11 +72,13 @@ fn converse(config: &EndConfig<'_>, peer: &mut Peer, mut request: Request) -> Re
 }
 
 /// Serves the measurements of one request. Then the client sends its results or another request,
-/// for another write ordering. Returns the report or that request.
+/// for another write ordering. Returns the report or that request. Adds the counts of the domain to
+/// `metrics`.
 fn serve_request(
     config: &EndConfig<'_>,
     peer: &mut Peer,
     request: Request,
+    metrics: &mut Vec<Metrics>,
 ) -> Result<ControlFlow<Report, Request>> {
     let receives = request.depth + SPARE_RECEIVES;
     let depth = if request.op == PerfOp::Send { receives } else { request.depth };
@@ -101,6 +107,7 @@ fn serve_request(
     };
     let Server { peer, end, request, .. } = server;
     let local = end.side.clone();
+    metrics.push(Metrics::of(&end.domain, request.ordering));
     end.close()?;
     Ok(last.map_break(|results| Report {
         results,
