@@ -64,6 +64,7 @@
 //!   tested yet. The command `hmem` has both.
 //! - `cudarc`: registers slices of that crate.
 //! - `log`: writes the library's events as records of the crate `log`.
+//! - `metrics`: publishes the counts of domains through the crate `metrics`.
 //!
 //! A small build for RDMA hardware and CUDA:
 //!
@@ -90,7 +91,7 @@
 //!
 //! A module imports only from those on earlier lines (`tests/layers` checks it):
 //!
-//! - `env`, `guide`
+//! - `env`, `guide`, `publisher`
 //! - `cache_defaults`
 //! - `builder`
 //! - `nearest`
@@ -102,6 +103,8 @@ mod cache_defaults;
 mod env;
 pub mod guide;
 mod nearest;
+#[cfg(feature = "metrics")]
+mod publisher;
 
 pub use builder::{Builder, Hmem};
 pub use cache_defaults::CacheDefaults;
@@ -135,6 +138,8 @@ pub use hmem_provider_loopback as loopback;
 #[cfg(feature = "verbs")]
 #[doc(inline)]
 pub use hmem_provider_verbs as verbs;
+#[cfg(feature = "metrics")]
+pub use publisher::MetricsPublisher;
 
 #[doc = include_str!("../README.md")]
 #[cfg(doctest)]
