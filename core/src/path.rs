@@ -125,7 +125,7 @@ pub unsafe trait PathSelector: fmt::Debug + Send + Sync {
     /// Returns the decision for host memory on `nic`.
     fn plain_host(&self, nic: &Nic) -> Decision;
 
-    /// Returns `error`, with which the NIC of `target` refused host memory, with its probable causes
+    /// Adds the probable causes to `error`, with which the NIC of `target` refused host memory
     /// ([`Error::with_causes`]). The default returns `error` as it is.
     fn explain_host(&self, target: Target<'_>, error: Error) -> Error {
         let _ = target;

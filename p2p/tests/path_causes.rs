@@ -485,7 +485,6 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             "nic-tables-full",
             Scene { facts: Facts { memlock: Some(u64::MAX), ..Facts::default() }, ..host(&[12]) },
         ),
-        ("atomic-right", host(&[22])),
         (
             "too-many-segments",
             Scene {
@@ -578,11 +577,26 @@ fn every_cause_is_named_in_its_registration_and_explanation() {
         }
     }
     met.extend(limits().map(|(name, ..)| (None, name)));
-    // Never the most probable cause: `tests/several_causes.rs` has a refusal with this cause.
-    met.insert((None, "memlock-of-user"));
+    // These are never the most probable cause. The test below and `several_causes.rs` have refusals
+    // with them.
+    met.extend([(None, "atomic-right"), (None, "memlock-of-user")]);
     let rows = causes().map(|(iface, cause)| (iface, cause.name));
     let unmet: Vec<_> = rows.filter(|row| !met.contains(row)).collect();
     assert!(unmet.is_empty(), "causes without a scene: {unmet:?}");
+}
+
+/// DIAG-03
+///
+/// A driver that refuses atomics for device memory answers EINVAL, as AMD's ionic does (mori 497).
+/// The error alone does not tell this from a wrong range, so both are listed.
+#[test]
+fn refusal_of_device_memory_that_grants_atomics_also_names_the_right() {
+    for trace in (Scene { nic_answers: &[22], ..Scene::cuda() }).play() {
+        let error = trace[0].error.as_ref().expect("refused");
+        let names: Vec<_> = error.causes().iter().map(|cause| cause.name).collect();
+        assert_eq!(names, ["beyond-the-export", "atomic-right"], "{trace}");
+        assert!(trace[0].to_string().contains("REMOTE_RMA_WRITE"), "{trace}");
+    }
 }
 
 /// DIAG-03
@@ -739,8 +753,9 @@ fn page() -> String {
          The name of a cause is the `cause_name` of an attempt in a decision's trace \
          (`hmem explain`, `hmem info --json`). Special causes come before general ones. The first \
          cause that fits is the most probable one. A cause that the error and the facts do not \
-         prove has the note \"ambiguous\": the error then lists the next causes that fit too, up to \
-         the first without the note (`Error::causes`, `causes` in JSON). Facts about the machine choose between causes, \
+         prove has the note \"ambiguous\": the error then also lists the next causes that fit, \
+         up to the first without the note (`Error::causes`, `causes` in JSON). Facts about the \
+         machine choose between causes, \
          and order the mappings of a dma-buf for a device with NVLink-C2C; the library tries each \
          path to find out if it works.\n\n\
          Causes of \"opening the NIC\", \"opening the device\" and \"system call\" explain NICs, \

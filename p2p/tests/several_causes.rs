@@ -99,7 +99,7 @@ const USER: File = (
     "proc/self/status",
     "VmPin:\t      60 kB\nCapEff:\t0000000000000000\nCapBnd:\t000001ffffffffff\n",
 );
-/// The same process, with nothing pinned.
+/// A user's process outside of containers, with nothing pinned.
 const IDLE_USER: File = (
     "proc/self/status",
     "VmPin:\t       0 kB\nCapEff:\t0000000000000000\nCapBnd:\t000001ffffffffff\n",
@@ -187,16 +187,6 @@ fn causes_of_eagain_and_eperm_follow_from_groups_and_limits() {
             .iter()
             .all(|cause| { cause.name == "device-files" })
     );
-}
-
-/// DIAG-03
-///
-/// A driver that refuses atomics for some memory answers EINVAL, as AMD's ionic does (mori 497).
-#[test]
-fn einval_of_a_region_that_grants_atomics_names_the_right() {
-    let error = Machine::new(&[]).refusal(22);
-    assert_eq!(names(&error), ["atomic-right"]);
-    assert!(error.to_string().contains("REMOTE_RMA_WRITE"), "{error}");
 }
 
 /// DIAG-03

@@ -111,7 +111,7 @@ const TASKS: &[Task] = &[
     },
     Task {
         name: "optional",
-        about: "features off by default: cudarc's slices over the fake CUDA driver, log, and metrics",
+        about: "features off by default: cudarc's slices over a fake driver, log, and metrics",
         steps: &[
             step(&[
                 "cargo",

@@ -605,7 +605,7 @@ pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "atomic-right",
         rank: 275,
-        paths: &[Path::PlainHost, Path::DmaBuf, Path::PeerMemory],
+        paths: DIRECT,
         answers: &[Answer::Errno(&[22])],
         needs: Needs::some("the request grants atomics to peers", |facts| {
             facts
@@ -731,7 +731,8 @@ pub const CAUSES: &[RefusalCause] = &[
         paths: EVERY,
         answers: &[Answer::Errno(&[5, 19]), Answer::Kind(&[ErrorKind::Unavailable])],
         cause: "the NIC went down or was removed during the call",
-        remedy: "look at the kernel log (`dmesg`), and open a new domain when the NIC is back",
+        remedy: "open a domain when the NIC is back, or on another NIC, and register again \
+                 (RoamingRegion::reopen); the kernel log (`dmesg`) may have the reason",
         ..ANY
     },
     RefusalCause {
