@@ -108,6 +108,37 @@ impl Deref for CachedRegion<'_> {
     }
 }
 
+/// A [`CachedRegion`] that shares the ownership of its cache instead of borrowing the cache.
+///
+/// [`RegionCache::get_owned`] creates it. It keeps the domain open.
+#[derive(Debug)]
+pub struct OwnedCachedRegion {
+    lease: OwnedLease<Registrations>,
+    range: AddressRange,
+}
+
+impl OwnedCachedRegion {
+    /// Returns the lease, which knows if the region is cached and if it was invalidated.
+    #[must_use]
+    pub fn lease(&self) -> &Lease<'_, Registrations> {
+        self.lease.lease()
+    }
+
+    /// Returns the part of the region that the lookup asked for.
+    #[must_use]
+    pub fn view(&self) -> RegionView<'_> {
+        RegionView::new(&self.lease, self.range)
+    }
+}
+
+impl Deref for OwnedCachedRegion {
+    type Target = MemoryRegion;
+
+    fn deref(&self) -> &MemoryRegion {
+        &self.lease
+    }
+}
+
 impl RegionCache {
     pub(super) fn new(domain: &Arc<DomainInner>, attr: &CacheAttr) -> Result<Self> {
         let limits = attr.limits();
@@ -308,12 +339,14 @@ impl RegionCache {
     }
 
     /// Returns a lease of a region that covers `range`, from the cache or newly registered. The
-    /// lease may outlive the borrow of the cache. If `host` is false, registers no host memory, and
-    /// returns `None` for host memory that is not cached.
+    /// lease may outlive the borrow of the cache. A new region may grow as far as `around` permits.
+    /// If `host` is false, registers no host memory, and returns `None` for host memory that is not
+    /// cached.
     pub(super) fn lease(
         &self,
         range: AddressRange,
         access: Access,
+        around: Around,
         host: bool,
     ) -> Result<Option<OwnedLease<Registrations>>> {
         if let Some(lease) = self.cache.find_owned(&lookup_key(range, access)?) {
@@ -324,8 +357,21 @@ impl RegionCache {
             return Ok(None);
         }
         let register = |key: &Key, owner: &AddressOwner| self.cache.register_owned(key, owner);
-        let around = Around::of(Promise::ReadWrite);
         self.register_grown((range, access), &owner, around, register, OwnedLease::lease).map(Some)
+    }
+
+    /// Returns a region like [`RegionCache::get`], with a lease that shares the ownership of the
+    /// cache. The lease may outlive the borrow of the cache, for example in a binding for another
+    /// language. A hit is slower than that of [`RegionCache::get`].
+    ///
+    /// # Errors
+    /// The errors of [`RegionCache::get`].
+    pub fn get_owned(&self, memory: Raw, access: Access) -> Result<OwnedCachedRegion> {
+        let (range, around) = (*memory.at(), Around::of(memory.promise()));
+        let lease =
+            self.lease(range, access, around, true).map_err(|error| error.of_call("get"))?;
+        let lease = lease.expect("`lease` returns `None` only if it may not register host memory");
+        Ok(OwnedCachedRegion { lease, range })
     }
 
     /// Returns another handle of the same cache.
@@ -439,7 +485,7 @@ pub(super) struct Around {
 }
 
 impl Around {
-    fn of(promise: Promise) -> Self {
+    pub(super) fn of(promise: Promise) -> Self {
         Self { promise, within: None }
     }
 }

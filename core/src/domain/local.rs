@@ -21,7 +21,10 @@ use std::{fmt, sync::Arc};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::cached::{RegionCache, Registrations};
+use super::{
+    cached::{Around, RegionCache, Registrations},
+    terms::Promise,
+};
 use crate::{
     Access, AddressRange, Error, ErrorKind, Result,
     cache::OwnedLease,
@@ -279,7 +282,7 @@ impl Leasing {
             return Ok(None);
         }
         let range = AddressRange::new(segment.address, segment.len)?;
-        self.cache.lease(range, access, self.host)
+        self.cache.lease(range, access, Around::of(Promise::ReadWrite), self.host)
     }
 
     /// Ends all leases after the endpoint was closed.

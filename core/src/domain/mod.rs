@@ -62,7 +62,7 @@ use std::{
 pub use self::{
     attr::{CacheAttr, DomainAttr},
     batch::{Batch, Regions},
-    cached::{CachedRegion, RegionCache, RegionLookupHandle, Registrations},
+    cached::{CachedRegion, OwnedCachedRegion, RegionCache, RegionLookupHandle, Registrations},
     cached_buffer::CachedBuffer,
     device_buffer::DeviceBuffer,
     endpoint::{Atomic, Endpoint},
