@@ -53,7 +53,7 @@ pub struct Machine {
 }
 
 /// One NIC of a provider.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ProviderNic {
     provider: Arc<dyn Provider>,
     /// The attributes that the provider reports for the NIC.
@@ -111,7 +111,7 @@ pub struct Watch {
     /// The name of the resource that is counted, for error messages.
     pub what: &'static str,
     /// Returns the current count.
-    pub count: Box<dyn Fn() -> u64>,
+    pub count: Box<dyn Fn() -> u64 + Send + Sync>,
 }
 
 impl fmt::Debug for Watch {
@@ -162,6 +162,24 @@ impl Machine {
         }
         let software = vec![(SIMULATED, "simulated".into())];
         let mut machine = Self { absent, software, watches, ..Self::new(builder.build()?) };
+        machine.add_loopback();
+        machine.find_hardware();
+        Ok(machine)
+    }
+
+    /// Returns the ifaces and NICs of this machine and the plug-ins of `builder`, without simulated
+    /// devices and loopback NICs.
+    ///
+    /// # Errors
+    /// The errors of [`Machine::find`].
+    pub fn without_software(builder: Builder) -> Result<Self> {
+        let mut machine = Self::new(builder.verbs().build()?);
+        machine.find_hardware();
+        Ok(machine)
+    }
+
+    /// Adds the loopback NICs that are available, and the reasons why others are not.
+    fn add_loopback(&mut self) {
         for (name, note) in [
             ("scalable", "mr_mode 0: zero-based addresses, requested keys"),
             ("hardware", "like hardware: its mr_mode"),
@@ -176,28 +194,19 @@ impl Machine {
                 PINNED => nic.needs(HARDWARE_LIKE).remap_policy(RemapPolicy::Pinned),
                 _ => nic.needs(HARDWARE_LIKE),
             };
-            let added = nic.build().and_then(|nic| machine.add(Arc::new(nic), true, note));
-            if let Err(error) = added.and_then(|()| machine.drop_last_nic_if_unavailable()) {
-                machine.absent.push(Absent {
+            let added = nic.build().and_then(|nic| self.add(Arc::new(nic), true, note));
+            if let Err(error) = added.and_then(|()| self.drop_last_nic_if_unavailable()) {
+                self.absent.push(Absent {
                     sort: "NIC",
                     name: format!("loopback/{name}"),
-                    why: machine.explained(Step::SystemCall, &error),
+                    why: self.explained(Step::SystemCall, &error),
                 });
             }
         }
-        machine.find_hardware();
-        match Topology::read() {
-            Ok(topology) => machine.topology = Some(topology),
-            Err(error) => machine.absent.push(Absent {
-                sort: "topology",
-                name: "of this machine".into(),
-                why: error.into(),
-            }),
-        }
-        Ok(machine)
     }
 
-    /// Adds the NICs of available providers, and the reasons why other providers are unavailable.
+    /// Reads the topology. Adds the NICs of available providers, and the reasons why other providers
+    /// are unavailable.
     fn find_hardware(&mut self) {
         let absent = |machine: &Self, name: &str, why: &hmem::Error| Absent {
             sort: if name.contains('/') { "NIC" } else { "provider" },
@@ -224,6 +233,14 @@ impl Machine {
             name: nic.attr.nic.to_string(),
             why: libfabric::why_left_out(),
         }));
+        match Topology::read() {
+            Ok(topology) => self.topology = Some(topology),
+            Err(error) => self.absent.push(Absent {
+                sort: "topology",
+                name: "of this machine".into(),
+                why: error.into(),
+            }),
+        }
     }
 
     /// Adds the NICs of a provider.
@@ -237,7 +254,7 @@ impl Machine {
         note: &'static str,
     ) -> Result<()> {
         for attr in provider.nics()? {
-            self.nics.push(ProviderNic { provider: Arc::clone(&provider), attr, software, note });
+            self.nics.push(ProviderNic::new(Arc::clone(&provider), attr, software, note));
         }
         Ok(())
     }
@@ -364,6 +381,23 @@ impl Machine {
 }
 
 impl ProviderNic {
+    /// Creates the description of a NIC of `provider`. `note` describes the NIC in a few words.
+    #[must_use]
+    pub fn new(
+        provider: Arc<dyn Provider>,
+        attr: ProviderAttr,
+        software: bool,
+        note: &'static str,
+    ) -> Self {
+        Self { provider, attr, software, note }
+    }
+
+    /// Returns the provider of the NIC.
+    #[must_use]
+    pub fn provider(&self) -> &Arc<dyn Provider> {
+        &self.provider
+    }
+
     /// Opens a domain without a registration cache on the NIC.
     pub(crate) fn open(&self, hmem: &Hmem, p2p: P2pPolicy) -> Result<Domain> {
         self.open_with(hmem, DomainAttr { p2p, ..DomainAttr::default() })

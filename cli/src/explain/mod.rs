@@ -36,10 +36,35 @@ struct Pair<'a> {
 /// [`Failure::Usage`] for an iface, device or NIC that this machine does not know.
 pub fn explain(machine: &Machine, args: &ExplainArgs) -> Result<Report, Failure> {
     machine.check_names(args.iface.as_deref(), args.nic.as_deref())?;
+    let nics: Vec<_> = machine.nics(args.nic.as_deref()).collect();
+    explain_nics(machine, &nics, args)
+}
+
+/// Explains the selected memory with one NIC, which need not be among the NICs of the machine.
+///
+/// # Errors
+/// [`Failure::Usage`] for an iface or device that this machine does not know.
+pub fn explain_nic(
+    machine: &Machine,
+    nic: &ProviderNic,
+    args: &ExplainArgs,
+) -> Result<Report, Failure> {
+    machine.check_names(args.iface.as_deref(), None)?;
+    let args = ExplainArgs { nic: Some(nic.attr.nic.to_string()), ..args.clone() };
+    explain_nics(machine, &[nic], &args)
+}
+
+/// Explains the selected memory with each of `nics`. The name in `args.nic` selects the unavailable
+/// NICs to list.
+fn explain_nics(
+    machine: &Machine,
+    nics: &[&ProviderNic],
+    args: &ExplainArgs,
+) -> Result<Report, Failure> {
     let mut skipped = Vec::new();
     let mut explanations = Vec::new();
     let mut pointers = Vec::new();
-    for pair in pairs(machine, args, &mut skipped)? {
+    for pair in pairs(machine, nics, args, &mut skipped)? {
         if !args.pointer.is_empty() {
             match pointers::claim_all(machine, &pair, args, &mut skipped) {
                 Ok(claimed) => pointers.extend(claimed),
@@ -78,14 +103,14 @@ fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result
     pair.nic.explain(&machine.hmem, request)
 }
 
-/// Returns the selected pairs. Adds to `skipped` the unavailable ifaces and NICs that the user
+/// Returns the selected pairs with `nics`. Adds to `skipped` the unavailable ifaces and NICs that the user
 /// asked for, and the ifaces whose devices cannot be listed.
 fn pairs<'a>(
     machine: &'a Machine,
+    nics: &[&'a ProviderNic],
     args: &ExplainArgs,
     skipped: &mut Vec<Skipped>,
 ) -> Result<Vec<Pair<'a>>, Failure> {
-    let nics: Vec<_> = machine.nics(args.nic.as_deref()).collect();
     let absent = machine.absent.iter().filter(|absent| match &args.nic {
         // A NIC that cannot be opened is listed unless another NIC was selected.
         None => absent.sort == "NIC",
