@@ -1,0 +1,89 @@
+//! Compares the C header with the code, and the list of exported symbols with the header.
+
+use std::{collections::BTreeSet, env, fs, path::PathBuf};
+
+use cbindgen::{Builder, Config};
+
+/// The sources with C items, in the order of the header.
+const SOURCES: [&str; 7] =
+    ["lib.rs", "error.rs", "owner.rs", "library.rs", "domain.rs", "region.rs", "window.rs"];
+
+fn file(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
+}
+
+fn read(name: &str) -> String {
+    fs::read_to_string(file(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// Returns the header that the code means.
+fn generated() -> String {
+    let config = Config::from_file(file("cbindgen.toml")).expect("the settings");
+    let sources = SOURCES.iter().map(|name| file("src").join(name));
+    let builder = sources.fold(Builder::new().with_config(config), Builder::with_src);
+    let mut header = Vec::new();
+    builder.generate().expect("the code has C items").write(&mut header);
+    let header = String::from_utf8(header).expect("the header is UTF-8");
+    header.replace(" * # Safety\n", " * The caller promises:\n")
+}
+
+/// Returns the names of the exported functions in the sources.
+fn functions() -> BTreeSet<String> {
+    let sources = SOURCES.map(|name| read(&format!("src/{name}"))).concat();
+    let declared = sources.split("extern \"C\" fn ").skip(1);
+    let names = declared.map(|rest| rest.split('(').next().unwrap_or_default().to_owned());
+    names.filter(|name| name.starts_with("hmem_")).collect()
+}
+
+/// Requirement DOOR-03: the committed header is the one of the code.
+#[test]
+fn header_is_that_of_the_code() {
+    let generated = generated();
+    if env::var_os("HMEM_BLESS").is_some() {
+        fs::write(file("include/hmem.h"), &generated).expect("the header can be written");
+    }
+    let written = read("include/hmem.h");
+    assert!(written == generated, "include/hmem.h differs: run this test with HMEM_BLESS=1");
+}
+
+/// Requirement DOOR-04: each function of the header is exported with a version, and no other
+/// symbol.
+#[test]
+fn each_function_is_exported_with_a_version() {
+    let map = read("hmem.map");
+    let names = map.lines().filter_map(|line| line.trim().strip_suffix(';'));
+    let exported: BTreeSet<_> = names.filter(|name| name.starts_with("hmem_")).collect();
+    let functions = functions();
+    assert!(functions.len() > 30, "{functions:?}");
+    assert_eq!(exported, functions.iter().map(String::as_str).collect());
+    let header = generated();
+    for name in functions {
+        assert!(header.contains(&format!("{name}(")), "{name} is not in the header");
+    }
+}
+
+/// Requirement DOOR-03: each exported function catches panics, or only reads a field.
+#[test]
+fn each_function_that_works_catches_panics() {
+    // These read or free an object that the library made, and return a constant.
+    let plain = [
+        "hmem_error_kind",
+        "hmem_error_errno",
+        "hmem_error_message",
+        "hmem_error_remedy",
+        "hmem_error_json",
+        "hmem_error_free",
+        "hmem_string_free",
+        "hmem_version",
+    ];
+    for source in SOURCES {
+        let text = read(&format!("src/{source}"));
+        for body in text.split("#[unsafe(no_mangle)]").skip(1) {
+            let (_, body) = body.split_once("extern \"C\" fn ").expect("a function");
+            let (name, body) = body.split_once('(').expect("arguments");
+            let body = body.split("\n}").next().unwrap_or_default();
+            let caught = body.contains(&format!("Call::run(\"{name}\","));
+            assert!(caught || plain.contains(&name), "{name} does not catch panics");
+        }
+    }
+}
