@@ -62,6 +62,33 @@ fn each_function_is_exported_with_a_version() {
     }
 }
 
+/// Requirement DOOR-04: the sizes, offsets and numbers of all items of the header are listed.
+#[test]
+fn each_item_of_the_header_is_in_the_list_of_the_abi() {
+    let (header, list) = (generated(), read("tests/abi.c"));
+    let mut items = Vec::new();
+    let mut structure = "";
+    for line in header.lines().map(str::trim) {
+        if let Some(name) = line.strip_prefix("typedef struct ").and_then(|l| l.strip_suffix(" {"))
+        {
+            structure = name;
+            items.push(format!("sizeof({name}) =="));
+        } else if line.starts_with("}") {
+            structure = "";
+        } else if let Some(field) = line.strip_suffix(';').filter(|_| !structure.is_empty()) {
+            let name = field.rsplit([' ', '*']).next().expect("a name");
+            items.push(format!("offsetof({structure}, {name}) =="));
+        } else if line.starts_with("HMEM_KIND_") || line.starts_with("#define HMEM_") {
+            let name = line.trim_start_matches("#define ").split(' ').next().expect("a name");
+            items.push(format!("({name} =="));
+        }
+    }
+    assert!(items.len() > 80, "{items:?}");
+    for item in items.iter().filter(|item| *item != "(HMEM_H ==") {
+        assert!(list.contains(item), "tests/abi.c lacks {item}");
+    }
+}
+
 /// Requirement DOOR-03: each exported function catches panics, or only reads a field.
 #[test]
 fn each_function_that_works_catches_panics() {

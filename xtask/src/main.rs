@@ -110,6 +110,16 @@ const TASKS: &[Task] = &[
         steps: &[step(&["tests/libfabric/run"])],
     },
     Task {
+        name: "c",
+        about: "the C library: C and C++ programs with it, also under sanitizers, and its ABI",
+        steps: &[step(&["c/run"])],
+    },
+    Task {
+        name: "c-install",
+        about: "installs the C library (arguments: PREFIX [--debug])",
+        steps: &[step(&["c/install"])],
+    },
+    Task {
         name: "optional",
         about: "features off by default: cudarc's slices over a fake driver, log, and metrics",
         steps: &[
