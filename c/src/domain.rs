@@ -39,7 +39,7 @@ pub(crate) struct OpenDomain {
 }
 
 impl Handle for hmem_domain {
-    type State = OpenDomain;
+    type State = Box<OpenDomain>;
     const NAME: &'static str = "hmem_domain";
 }
 
@@ -245,7 +245,7 @@ pub unsafe extern "C" fn hmem_domain_open(
             return Err(call.invalid("release", "leave it null: the library opens the NIC itself"));
         }
         let nic = nic_of(call, library, nic)?;
-        Call::set_handle(domain, OpenDomain::open(library, nic, attr)?);
+        Call::set_handle(domain, Box::new(OpenDomain::open(library, nic, attr)?));
         Ok(())
     })
 }
@@ -278,7 +278,7 @@ pub unsafe extern "C" fn hmem_domain_open_pd(
         let verbs = unsafe { Verbs::builder().with_pd(pd.cast(), Arc::clone(&owner)) }?;
         let opened = OpenDomain::open_brought(library, verbs, attr, "protection domain")?;
         owner.accept();
-        Call::set_handle(domain, opened);
+        Call::set_handle(domain, Box::new(opened));
         Ok(())
     })
 }
@@ -320,7 +320,7 @@ pub unsafe extern "C" fn hmem_domain_open_fabric(
             unsafe { builder.with_domain(fabric.cast(), info.cast(), api_version, keep) }?;
         let opened = OpenDomain::open_brought(library, provider, attr, "libfabric domain")?;
         owner.accept();
-        Call::set_handle(domain, opened);
+        Call::set_handle(domain, Box::new(opened));
         Ok(())
     })
 }
@@ -362,9 +362,10 @@ pub unsafe extern "C" fn hmem_domain_close(domain: *mut hmem_domain) -> *mut hme
     Call::run("hmem_domain_close", |call| {
         // SAFETY: the caller promises null or a handle that no other call uses.
         unsafe {
-            call.close(domain, |OpenDomain { domain, nic, library }| {
+            call.close(domain, |open| {
+                let OpenDomain { domain, nic, library } = *open;
                 domain.close().map_err(|Rejected { value: domain, error }| {
-                    (OpenDomain { domain, nic, library }, error)
+                    (Box::new(OpenDomain { domain, nic, library }), error)
                 })
             })
         }

@@ -160,6 +160,9 @@ fn promise(access: Access) -> Promise {
     if access.nic_writes() { Promise::ReadWrite } else { Promise::ReadOnly }
 }
 
+/// A request for memory of the program.
+type OwnedRequest<'a, A> = Request<'a, KeptRaw<Arc<Owner>, A>>;
+
 /// Returns the settings of a registration: the request with the named owner, and the program's
 /// owner of the memory.
 ///
@@ -171,7 +174,7 @@ unsafe fn request<'a, A>(
     raw: Raw<A>,
     access: Access,
     attr: *const hmem_register_attr,
-) -> Result<(Request<'a, KeptRaw<Arc<Owner>, A>>, Arc<Owner>)>
+) -> Result<(OwnedRequest<'a, A>, Arc<Owner>)>
 where
     KeptRaw<Arc<Owner>, A>: hmem::Memory,
 {

@@ -27,8 +27,7 @@ use serde_json::Value;
 const NIC: &str = "loopback/hardware";
 
 fn opened() -> *mut hmem_library {
-    let attr =
-        hmem_open_attr { size: size_of::<hmem_open_attr>(), flags: HMEM_OPEN_SOFTWARE };
+    let attr = hmem_open_attr { size: size_of::<hmem_open_attr>(), flags: HMEM_OPEN_SOFTWARE };
     let mut library = ptr::null_mut();
     // SAFETY: the structure states its size, and the place for the result lives.
     succeeded(unsafe { hmem_open(&attr, &mut library) });
@@ -84,7 +83,7 @@ fn info_has_the_content_of_the_command() {
     let (library, nic) = (opened(), CString::new(NIC).expect("a name"));
     // SAFETY: the arguments live during the calls, and the library is closed once.
     let found = unsafe { document(|json| hmem_info(library, nic.as_ptr(), json)) };
-    let command = InfoArgs { json: true, nic: Some(NIC.into()), ..InfoArgs::default() };
+    let command = InfoArgs { json: true, nic: Some(NIC.into()) };
     assert_eq!(found, printed(Command::Info(command)));
     // SAFETY: nothing uses the library any more.
     succeeded(unsafe { hmem_close(library) });

@@ -205,8 +205,8 @@ impl Machine {
         }
     }
 
-    /// Reads the topology. Adds the NICs of available providers, and the reasons why other providers
-    /// are unavailable.
+    /// Reads the topology. Adds the NICs of available providers, and the reasons why other
+    /// providers are unavailable.
     fn find_hardware(&mut self) {
         let absent = |machine: &Self, name: &str, why: &hmem::Error| Absent {
             sort: if name.contains('/') { "NIC" } else { "provider" },
