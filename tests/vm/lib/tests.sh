@@ -35,6 +35,7 @@ suite() {
     echo "--package hmem --test cache_stale"
     echo "--package hmem --test conformance"
     echo "--package hmem --test vendor_dma_bufs"
+    [[ ! $c ]] || echo "--package hmem-c --test *_verbs"
     # These run the `hmem` command, which is built with them.
     echo "--package hmem-cli --test *_verbs"
 }
