@@ -344,3 +344,29 @@ fn cache_miss_refuses_a_range_that_leaves_its_allocation() {
     }
     cache.get(raw(whole), Access::REMOTE_READ).expect("the allocation itself");
 }
+
+/// A binding for another language keeps the lease behind a handle.
+#[test]
+fn owned_lease_of_the_cache_keeps_the_domain_open() {
+    let hmem = hmem(&Faults::new());
+    let attr = DomainAttr { cache: Some(hmem::CacheAttr::default()), ..DomainAttr::default() };
+    let domain = hmem.domain("loopback", attr).expect("a domain");
+    let buffer = device_buffer(&hmem);
+    let whole = buffer.allocation().range;
+    let part = whole.slice(64, 128).expect("in the buffer");
+    // SAFETY: no transfer uses the regions, and the buffer outlives them.
+    let get = |range, access| unsafe {
+        domain.cache().expect("a cache").get_owned(Raw::new(range, Promise::ReadOnly), access)
+    };
+    let miss = get(whole, Access::REMOTE_READ).expect("registered");
+    let hit = get(part, Access::REMOTE_READ).expect("cached");
+    assert_eq!((hit.view().range(), hit.range()), (part, whole));
+    assert!(hit.lease().uncached_reason().is_none());
+    let refused = get(part, Access::REMOTE_WRITE).expect_err("beyond the promise");
+    assert_eq!(refused.kind(), ErrorKind::AccessDenied, "{refused}");
+    drop(miss);
+    let refused = domain.close().expect_err("a lease is left");
+    assert_eq!(refused.error.kind(), ErrorKind::Busy);
+    drop(hit);
+    refused.value.close().expect("no lease is left");
+}
