@@ -21,8 +21,8 @@ pub(crate) struct Call(&'static str);
 
 /// An opaque C type. The pointers of C code to it point to an [`Object`].
 pub(crate) trait Handle {
-    /// The state behind the pointer.
-    type State;
+    /// The state behind the pointer. Any thread may use and close the object.
+    type State: Send + Sync;
     /// The name of the C type.
     const NAME: &'static str;
 }
@@ -61,14 +61,16 @@ pub(crate) unsafe trait Growing: Copy {}
 const LARGEST: usize = 4096;
 
 impl Call {
-    /// Runs the function `name` and returns its error, or null. A panic becomes an error.
+    /// Runs the function `name` and returns its error, or null. A panic becomes an error, also one
+    /// of the code that describes an error.
     pub(crate) fn run(
         name: &'static str,
         body: impl FnOnce(Self) -> Result<()>,
     ) -> *mut hmem_error {
-        let error = match catch_unwind(AssertUnwindSafe(|| body(Self(name)))) {
+        let work = || body(Self(name)).map_err(hmem_error::from);
+        let error = match catch_unwind(AssertUnwindSafe(work)) {
             Ok(Ok(())) => return ptr::null_mut(),
-            Ok(Err(error)) => error.into(),
+            Ok(Err(error)) => error,
             Err(panic) => hmem_error::panicked(name, &message_of(panic)),
         };
         Box::into_raw(Box::new(error))

@@ -65,6 +65,8 @@ pub mod owner;
 pub mod region;
 pub mod window;
 
+use hmem::Access;
+
 /// The region may be the destination of reads that this process posts.
 pub const HMEM_READ: u64 = 1 << 8;
 /// The region may be the source of writes that this process posts.
@@ -81,3 +83,15 @@ pub const HMEM_REMOTE_WRITE: u64 = 1 << 13;
 pub const HMEM_MW_BIND: u64 = 1 << 14;
 /// Peers may apply atomics to the region, but not write it.
 pub const HMEM_REMOTE_ATOMIC: u64 = 1 << 15;
+
+// The numbers are those of the Rust library.
+const _: () = assert!(
+    HMEM_READ == Access::READ.bits()
+        && HMEM_WRITE == Access::WRITE.bits()
+        && HMEM_RECV == Access::RECV.bits()
+        && HMEM_SEND == Access::SEND.bits()
+        && HMEM_REMOTE_READ == Access::REMOTE_READ.bits()
+        && HMEM_REMOTE_WRITE == Access::REMOTE_WRITE.bits()
+        && HMEM_MW_BIND == Access::MW_BIND.bits()
+        && HMEM_REMOTE_ATOMIC == Access::REMOTE_ATOMIC.bits()
+);
