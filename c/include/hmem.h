@@ -770,7 +770,8 @@ struct hmem_error *hmem_check(const struct hmem_library *library,
  * The caller promises:
  * - `domain` is null, or a domain that is not closed during the call. `attr` is null, or a
  *   structure of the size that it states. `region` is null or writable.
- * - The memory stays allocated until the region is closed, or until `attr->release` is called.
+ * - The memory stays allocated until the region is closed. With `attr->release`, the memory stays
+ *   allocated until that function is called.
  * - Without a right to write, the NIC only reads the memory, which may be read-only.
  */
 struct hmem_error *hmem_register(const struct hmem_domain *domain,

@@ -10,8 +10,8 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, DmaBuf, DmaBufOffset, Errno, Error, ErrorKind, KeptRaw,
-    MemoryRegion, OwnedCachedRegion, Promise, Raw, Region, Rejected, RemoteKey, Request, Result,
+    Access, Address, AddressRange, DmaBuf, DmaBufOffset, Errno, Error, KeptRaw, MemoryRegion,
+    OwnedCachedRegion, Promise, Raw, Region, Rejected, RemoteKey, Request, Result,
     libfabric::FabricMr, verbs::VerbsMr,
 };
 use serde_json::to_string_pretty;
@@ -118,12 +118,17 @@ impl OpenRegion {
         }
     }
 
-    /// Returns the offset of the first byte of a lookup in its region, and 0 for other regions.
-    pub(crate) fn offset(&self) -> u64 {
+    /// Returns the range of the lookup for a cached region, and the whole range for others.
+    pub(crate) fn range(&self) -> AddressRange {
         match self {
-            Self::Lease(region) => region.view().range().start().0 - region.range().start().0,
-            _ => 0,
+            Self::Lease(region) => region.view().range(),
+            _ => self.region().range(),
         }
+    }
+
+    /// Returns the offset of [`OpenRegion::range`] in the region.
+    pub(crate) fn offset(&self) -> u64 {
+        self.range().start().0 - self.region().range().start().0
     }
 
     fn key(&self) -> Result<RemoteKey> {
@@ -148,6 +153,9 @@ impl OpenRegion {
         Ok(())
     }
 }
+
+/// The number of the operating system for a descriptor that is not open.
+const EBADF: Errno = Errno(9);
 
 /// Returns the rights that C code asks for. Unknown bits are kept, and refused by name later.
 const fn rights(access: u64) -> Access {
@@ -202,7 +210,8 @@ where
 /// # Safety
 /// - `domain` is null, or a domain that is not closed during the call. `attr` is null, or a
 ///   structure of the size that it states. `region` is null or writable.
-/// - The memory stays allocated until the region is closed, or until `attr->release` is called.
+/// - The memory stays allocated until the region is closed. With `attr->release`, the memory stays
+///   allocated until that function is called.
 /// - Without a right to write, the NIC only reads the memory, which may be read-only.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_register(
@@ -257,11 +266,11 @@ pub unsafe extern "C" fn hmem_register_dmabuf(
             return Err(call.invalid("fd", "pass an open file descriptor").context("fd", fd));
         }
         // SAFETY: the number is not -1. The duplication fails if it is no open descriptor.
-        let fd = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned().map_err(|error| {
-            Error::new(ErrorKind::InvalidArgument, "hmem_register_dmabuf")
-                .context("fd", fd)
-                .errno(Errno::of(&error))
-                .remedy("pass an open file descriptor")
+        let duplicate = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned();
+        let fd = duplicate.map_err(|error| match Errno::of(&error) {
+            EBADF => call.invalid("fd", "pass an open file descriptor").context("fd", fd),
+            errno => Error::os(errno, "duplicate the file descriptor")
+                .remedy("raise the limit of open files (`ulimit -n`)"),
         })?;
         let access = rights(access);
         let buffer = DmaBuf { fd, offset: DmaBufOffset(offset), len: length, base_addr: None };
@@ -438,11 +447,11 @@ pub unsafe extern "C" fn hmem_region_raw_key(
 ) -> *mut hmem_error {
     Call::run("hmem_region_raw_key", |call| {
         // SAFETY: the caller promises null or a handle.
-        let region = unsafe { call.state(region) }?.region();
-        let key = region.raw_key()?;
+        let region = unsafe { call.state(region) }?;
+        let key = region.region().raw_key()?;
         // SAFETY: the caller promises null or a place for the result.
         if let Some(base) = unsafe { base.as_mut() } {
-            *base = region.base_addr().0;
+            *base = region.region().base_addr().0 + region.offset();
         }
         // SAFETY: the caller promises null or a number, and a buffer.
         unsafe { call.copy(&key.0, buffer, length) }

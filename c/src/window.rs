@@ -66,9 +66,15 @@ pub unsafe extern "C" fn hmem_window_bind(
     Call::run("hmem_window_bind", |call| {
         // SAFETY: the caller promises null or handles.
         let (window, region) = unsafe { (call.state(window)?, call.state(region)?) };
-        let offset = offset.checked_add(region.offset()).ok_or_else(|| {
-            call.invalid("offset", "name bytes inside the region").context("offset", offset)
-        })?;
+        // A cached region may have more bytes than the program asked for.
+        if region.range().slice(offset, length).is_none() {
+            return Err(Error::new(ErrorKind::OutOfBounds, "bind window")
+                .context("offset", offset)
+                .context("length", length)
+                .context("region", region.range())
+                .remedy("pass an offset and a length inside the region"));
+        }
+        let offset = offset + region.offset();
         window.bind(region.region(), offset, length, Access::from_bits_retain(access))?;
         Ok(())
     })

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 static int failures;
@@ -235,6 +236,54 @@ static void closing(hmem_domain *domain)
     free(memory);
 }
 
+/* The process cannot open a further file, which is not a mistake in the descriptor. */
+static void too_many_files(hmem_domain *domain)
+{
+    hmem_region *region;
+    struct rlimit limit, low;
+    HOLDS(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+    low = limit;
+    int last = dup(0);
+    low.rlim_cur = (rlim_t)last + 1;
+    HOLDS(last > 0 && setrlimit(RLIMIT_NOFILE, &low) == 0);
+    EXPECT(HMEM_KIND_OUT_OF_RESOURCES,
+           hmem_register_dmabuf(domain, 0, 0, 4096, HMEM_READ, NULL, &region));
+    HOLDS(setrlimit(RLIMIT_NOFILE, &limit) == 0 && close(last) == 0);
+}
+
+/* A lookup of a part of a cached region has the keys, and permits the windows, of the part. */
+static void part_of_a_cached_region(hmem_library *library)
+{
+    hmem_domain_attr attr = {sizeof attr, HMEM_DOMAIN_CACHE, 0, 0, 0, NULL, NULL};
+    hmem_domain *domain;
+    EXPECT(HMEM_KIND_NONE, hmem_domain_open(library, "loopback/hardware", &attr, &domain));
+    char *memory = calloc(1, 65536);
+    uint64_t start = number(memory), access = HMEM_REMOTE_READ | HMEM_MW_BIND, key, base;
+    hmem_region *whole, *part;
+    EXPECT(HMEM_KIND_NONE, hmem_cache_get(domain, start, 65536, access, &whole));
+    EXPECT(HMEM_KIND_NONE, hmem_cache_get(domain, start + 8192, 100, access, &part));
+    EXPECT(HMEM_KIND_NONE, hmem_region_remote_key(part, &key, &base));
+    HOLDS(base == start + 8192);
+    uint8_t bytes[256];
+    size_t length = sizeof bytes;
+    base = 0;
+    EXPECT(HMEM_KIND_NONE, hmem_region_raw_key(part, bytes, &length, &base));
+    HOLDS(base == start + 8192);
+    hmem_window *window;
+    EXPECT(HMEM_KIND_NONE, hmem_window_alloc(domain, &window));
+    EXPECT(HMEM_KIND_OUT_OF_BOUNDS, hmem_window_bind(window, part, 50, 51, HMEM_REMOTE_READ));
+    EXPECT(HMEM_KIND_OUT_OF_BOUNDS,
+           hmem_window_bind(window, part, UINT64_MAX, 2, HMEM_REMOTE_READ));
+    EXPECT(HMEM_KIND_NONE, hmem_window_bind(window, part, 50, 50, HMEM_REMOTE_READ));
+    EXPECT(HMEM_KIND_NONE, hmem_window_remote_key(window, &key, &base));
+    HOLDS(base == start + 8192 + 50);
+    EXPECT(HMEM_KIND_NONE, hmem_window_close(window));
+    EXPECT(HMEM_KIND_NONE, hmem_region_close(part));
+    EXPECT(HMEM_KIND_NONE, hmem_region_close(whole));
+    EXPECT(HMEM_KIND_NONE, hmem_domain_close(domain));
+    free(memory);
+}
+
 struct worker {
     hmem_domain *domain;
     pthread_t thread;
@@ -291,7 +340,9 @@ int main(void)
     wrong_handles(library, domain);
     wrong_arguments(library, domain);
     sizes(library);
+    too_many_files(domain);
     closing(domain);
+    part_of_a_cached_region(library);
     threads(library);
     /* The domain keeps the library in use. */
     EXPECT(HMEM_KIND_NONE, hmem_close(library));
