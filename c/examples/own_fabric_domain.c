@@ -133,8 +133,10 @@ int main(int count, char **arguments)
     static struct program program;
     open_program(&program, count > 1 ? arguments[1] : "tcp;ofi_rxm");
 
+    /* The program opens its NIC itself. */
+    hmem_open_attr open_attr = {sizeof open_attr, HMEM_OPEN_WITHOUT_NICS};
     hmem_library *library;
-    check(hmem_open(NULL, &library));
+    check(hmem_open(&open_attr, &library));
     hmem_domain_attr attr = {0};
     attr.size = sizeof attr;
     attr.release = close_program;

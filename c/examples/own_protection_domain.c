@@ -144,8 +144,12 @@ int main(int count, char **arguments)
     static struct program program;
     open_program(&program, count > 1 ? arguments[1] : NULL);
 
+    /* The program opens its NIC itself. */
+    hmem_open_attr open_attr = {sizeof open_attr, HMEM_OPEN_WITHOUT_NICS};
     hmem_library *library;
-    check(hmem_open(NULL, &library));
+    check(hmem_open(&open_attr, &library));
+    const char *nic = hmem_nic_name(library, 0);
+    printf("NICs of the library: %s\n", nic ? nic : "none");
     hmem_domain_attr attr = {0};
     attr.size = sizeof attr;
     attr.release = close_program;

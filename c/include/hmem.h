@@ -1,6 +1,7 @@
 /* The C interface of hmem: memory registration for RDMA (docs/c.md).
  *
  * - A function that can fail returns NULL, or an error object for hmem_error_free.
+ * - A function that fails stores NULL in place of the object or string.
  * - A structure with a field `size` may grow in later versions. Clear it and set `size` to its
  *   sizeof. A field that is zero has its default.
  * - Each function lists the promises of its caller.
@@ -95,6 +96,13 @@
  * Loads no vendor's library. Only host memory can be registered.
  */
 #define HMEM_OPEN_HOST_MEMORY_ONLY 4
+
+/**
+ * Opens no NIC. For programs that call `hmem_domain_open_pd` and `hmem_domain_open_fabric` alone.
+ * Without this flag, `hmem_open` calls `ibv_fork_init` on a kernel older than Linux 5.12. That
+ * call changes the whole process.
+ */
+#define HMEM_OPEN_WITHOUT_NICS 8
 
 /**
  * Finishes sooner: `hmem check --quick`.
@@ -532,7 +540,7 @@ struct hmem_error *hmem_domain_open(const struct hmem_library *library,
  * Opens a domain in a protection domain of the program. The keys of its regions
  * (`hmem_region_verbs_key`) work in the program's own work requests.
  *
- * The library does not call `ibv_fork_init`, which changes the whole process.
+ * This function does not call `ibv_fork_init`, but `hmem_open` may (HMEM_OPEN_WITHOUT_NICS).
  *
  * The caller promises:
  * `library` is null, or a library that is not closed during the call. `pd` is null, or a

@@ -204,7 +204,10 @@ fn nic_of(call: Call, library: &Library, name: Option<&str>) -> Result<ProviderN
         let reasons = reasons.map(|absent| format!("{}: {}", absent.name, absent.why));
         return Err(Error::new(ErrorKind::Unavailable, "hmem_domain_open")
             .context("why", reasons.collect::<Vec<_>>().join("; "))
-            .remedy("attach an RDMA device, or name a software NIC for tests"));
+            .remedy(
+                "attach an RDMA device, and open the library without HMEM_OPEN_WITHOUT_NICS; or \
+                 name a software NIC for tests",
+            ));
     };
     let provider = name.split('/').next().unwrap_or(name);
     if let Some((_, why)) =
@@ -253,7 +256,7 @@ pub unsafe extern "C" fn hmem_domain_open(
 /// Opens a domain in a protection domain of the program. The keys of its regions
 /// (`hmem_region_verbs_key`) work in the program's own work requests.
 ///
-/// The library does not call `ibv_fork_init`, which changes the whole process.
+/// This function does not call `ibv_fork_init`, but `hmem_open` may (HMEM_OPEN_WITHOUT_NICS).
 ///
 /// # Safety
 /// `library` is null, or a library that is not closed during the call. `pd` is null, or a

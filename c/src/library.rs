@@ -51,6 +51,10 @@ pub const HMEM_OPEN_SOFTWARE: u64 = 1;
 pub const HMEM_OPEN_WITHOUT_ENVIRONMENT: u64 = 2;
 /// Loads no vendor's library. Only host memory can be registered.
 pub const HMEM_OPEN_HOST_MEMORY_ONLY: u64 = 4;
+/// Opens no NIC. For programs that call `hmem_domain_open_pd` and `hmem_domain_open_fabric` alone.
+/// Without this flag, `hmem_open` calls `ibv_fork_init` on a kernel older than Linux 5.12. That
+/// call changes the whole process.
+pub const HMEM_OPEN_WITHOUT_NICS: u64 = 8;
 
 /// Settings of `hmem_open`.
 #[repr(C)]
@@ -198,7 +202,8 @@ pub unsafe extern "C" fn hmem_open(
         let library = unsafe { call.out("library", library, ptr::null_mut()) }?;
         // SAFETY: the caller promises null or a structure.
         let flags = unsafe { call.attr("attr", attr) }?.flags;
-        let known = HMEM_OPEN_SOFTWARE | HMEM_OPEN_WITHOUT_ENVIRONMENT | HMEM_OPEN_HOST_MEMORY_ONLY;
+        let nics = HMEM_OPEN_SOFTWARE | HMEM_OPEN_WITHOUT_NICS;
+        let known = nics | HMEM_OPEN_WITHOUT_ENVIRONMENT | HMEM_OPEN_HOST_MEMORY_ONLY;
         check_flags(call, flags, known)?;
         let mut builder = Hmem::builder();
         if flags & HMEM_OPEN_WITHOUT_ENVIRONMENT != 0 {
@@ -207,9 +212,14 @@ pub unsafe extern "C" fn hmem_open(
         if flags & HMEM_OPEN_HOST_MEMORY_ONLY != 0 {
             builder = builder.without_vendor_ifaces();
         }
-        let machine = match flags & HMEM_OPEN_SOFTWARE {
-            0 => Machine::without_software(builder)?,
-            _ => Machine::find(builder)?,
+        let machine = match flags & nics {
+            0 => Machine::without_software(builder.verbs())?,
+            HMEM_OPEN_SOFTWARE => Machine::find(builder)?,
+            HMEM_OPEN_WITHOUT_NICS => Machine::without_software(builder)?,
+            _ => {
+                let remedy = "pass HMEM_OPEN_SOFTWARE or HMEM_OPEN_WITHOUT_NICS: software is a NIC";
+                return Err(call.invalid("flags", remedy));
+            }
         };
         let names = machine.nics.iter().map(|nic| c_string(nic.attr.nic.to_string())).collect();
         Call::set_handle(library, Arc::new(Library { machine, names }));

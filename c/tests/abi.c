@@ -75,6 +75,7 @@ static_assert(HMEM_P2P_DISABLED == 2, "number");
 static_assert(HMEM_OPEN_SOFTWARE == 1, "number");
 static_assert(HMEM_OPEN_WITHOUT_ENVIRONMENT == 2, "number");
 static_assert(HMEM_OPEN_HOST_MEMORY_ONLY == 4, "number");
+static_assert(HMEM_OPEN_WITHOUT_NICS == 8, "number");
 static_assert(HMEM_REPORT_QUICK == 1, "number");
 
 static_assert(HMEM_KIND_NONE == 0, "number");

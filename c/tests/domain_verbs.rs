@@ -24,6 +24,7 @@ fn c_program_registers_writes_and_explains_in_its_own_protection_domain() -> Out
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}: {text}{errors}", output.status);
+    assert!(text.contains("NICs of the library: none"), "{text}");
     assert!(text.contains("wrote 65536 bytes"), "{text}");
     assert!(text.contains(&format!("\"nic\": \"{device}\"")), "{text}");
     assert!(text.contains("closed the program's protection domain"), "{text}");

@@ -236,6 +236,21 @@ static void closing(hmem_domain *domain)
     free(memory);
 }
 
+/* A library without NICs is for the objects of the program. */
+static void without_nics(void)
+{
+    hmem_open_attr attr = {sizeof attr, HMEM_OPEN_WITHOUT_NICS | HMEM_OPEN_SOFTWARE};
+    hmem_library *library;
+    hmem_domain *domain;
+    EXPECT(HMEM_KIND_INVALID_ARGUMENT, hmem_open(&attr, &library));
+    HOLDS(library == NULL);
+    attr.flags = HMEM_OPEN_WITHOUT_NICS;
+    EXPECT(HMEM_KIND_NONE, hmem_open(&attr, &library));
+    HOLDS(hmem_nic_name(library, 0) == NULL);
+    EXPECT(HMEM_KIND_UNAVAILABLE, hmem_domain_open(library, NULL, NULL, &domain));
+    EXPECT(HMEM_KIND_NONE, hmem_close(library));
+}
+
 /* The process cannot open a further file, which is not a mistake in the descriptor. */
 static void too_many_files(hmem_domain *domain)
 {
@@ -340,6 +355,7 @@ int main(void)
     wrong_handles(library, domain);
     wrong_arguments(library, domain);
     sizes(library);
+    without_nics();
     too_many_files(domain);
     closing(domain);
     part_of_a_cached_region(library);

@@ -167,13 +167,13 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Returns the ifaces and NICs of this machine and the plug-ins of `builder`, without simulated
-    /// devices and loopback NICs.
+    /// Returns the ifaces of this machine, and the plug-ins and providers of `builder`, without
+    /// simulated devices and loopback NICs.
     ///
     /// # Errors
     /// The errors of [`Machine::find`].
     pub fn without_software(builder: Builder) -> Result<Self> {
-        let mut machine = Self::new(builder.verbs().build()?);
+        let mut machine = Self::new(builder.build()?);
         machine.find_hardware();
         Ok(machine)
     }
