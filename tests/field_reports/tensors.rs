@@ -3,19 +3,24 @@
 use std::sync::Arc;
 
 use hmem::{
-    AllocationKind, Batch, DeviceBuffer, DeviceId, DomainAttr, Growth, Hmem, Iface,
-    iface::AllocRequest, loopback::Loopback, path::P2pPolicy, system::Simulated,
+    AllocationKind, Batch, DeviceBuffer, DeviceId, DomainAttr, ErrorKind, Growth, Hmem, Iface,
+    IfaceExt, SparseRegion, iface::AllocRequest, key_feed::PeerKeys, loopback::Loopback,
+    path::P2pPolicy, system::Simulated, transfer::RemoteSegment,
 };
 
-use crate::wire::{REMOTE, Wire};
+use crate::wire::{REMOTE, Wire, pattern, raw};
+
+fn wire_to(device: Arc<dyn Iface>) -> Wire {
+    let nic = Loopback::builder().build().expect("a software NIC");
+    let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(device);
+    let hmem = hmem.build().expect("the ifaces start");
+    let attr = DomainAttr { p2p: P2pPolicy::Required, ..DomainAttr::default() };
+    Wire::open(hmem.domain_on(&nic, attr).expect("a domain"))
+}
 
 fn device_and_wire() -> (Arc<dyn Iface>, Wire) {
     let device: Arc<dyn Iface> = Arc::new(Simulated::builder().build().expect("a device"));
-    let nic = Loopback::builder().build().expect("a software NIC");
-    let hmem = Hmem::builder().without_vendor_ifaces().shared_iface(Arc::clone(&device));
-    let hmem = hmem.build().expect("the ifaces start");
-    let attr = DomainAttr { p2p: P2pPolicy::Required, ..DomainAttr::default() };
-    (device, Wire::open(hmem.domain_on(&nic, attr).expect("a domain")))
+    (Arc::clone(&device), wire_to(device))
 }
 
 fn buffer(device: &Arc<dyn Iface>, len: u64) -> DeviceBuffer {
@@ -88,4 +93,56 @@ fn nixl_563_column_of_a_tensor_is_registered_by_its_elements() {
     tensor.read(0, &mut found).expect("inside");
     let numbers = found.chunks_exact(8).map(|of| u64::from_ne_bytes(of.try_into().expect("eight")));
     assert!(numbers.eq([1, 20, 3, 40]));
+}
+
+/// REL-06, LIFE-02
+///
+/// A tensor of the segment may span two mappings.
+#[test]
+fn monarch_4756_growing_segment_costs_a_registration_for_each_mapping() {
+    const MAPPINGS: u64 = 8;
+    const MAPPING: u64 = 64 << 10;
+    const TENSOR: u64 = 3 << 10;
+    let device = Arc::new(Simulated::builder().build().expect("a device"));
+    let wire = wire_to(Arc::clone(&device) as _);
+    let reserved = device.reserve(MAPPINGS * MAPPING).expect("addresses");
+    // SAFETY: the region is closed before the memory is freed, and nothing refers to it.
+    let memory = unsafe { raw(reserved) };
+    let segment = SparseRegion::new(&[&wire.domain], memory, REMOTE).expect("a region");
+    let (mut updates, mut peer) = (segment.subscribe(), PeerKeys::default());
+    let nic = wire.domain.provider_attr().nic.name.clone();
+    let mut named = Vec::new();
+    let mut memories = Vec::new();
+    for mapped in 1..=MAPPINGS {
+        let next = reserved.slice((mapped - 1) * MAPPING, MAPPING).expect("inside");
+        memories.push(device.map(next, DeviceId(0)).expect("map"));
+        let generation = segment.refresh().expect("refresh");
+        peer.apply(&updates.next().expect("keys")).expect("an update");
+        while (named.len() as u64 + 1) * TENSOR <= mapped * MAPPING {
+            let number = named.len() as u64;
+            named.push((number * TENSOR..(number + 1) * TENSOR, generation));
+        }
+        assert_eq!(wire.domain.live().regions, mapped, "{} tensors", named.len());
+        // Tensors that were named before the segment grew still have their keys.
+        for (number, (offsets, generation)) in (0..).zip(&named) {
+            let bytes = pattern(number, TENSOR as usize);
+            let segments = peer.segments(&nic, offsets.clone(), *generation).expect("mapped");
+            let mut at = 0;
+            for RemoteSegment { address, len, key } in segments {
+                let (start, end) = (address.0 - key.base().0, at + len as usize);
+                wire.put(key, start, &bytes[at..end]).expect("write");
+                assert_eq!(wire.get(key, start, len as usize).expect("read"), bytes[at..end]);
+                at = end;
+            }
+            assert_eq!(at, bytes.len());
+        }
+    }
+    let missing = peer.segments(&nic, MAPPINGS * MAPPING..MAPPINGS * MAPPING + 1, 1);
+    assert_eq!(missing.expect_err("no memory").kind(), ErrorKind::OutOfBounds);
+    segment.close().map_err(hmem::Error::from).expect("close");
+    assert_eq!(wire.domain.live().regions, 0);
+    for memory in memories {
+        // SAFETY: `map` mapped the memory, and no registration uses it any more.
+        unsafe { device.free(&memory) }.expect("free");
+    }
 }
