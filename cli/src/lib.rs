@@ -49,7 +49,7 @@ use std::{
     time::Duration,
 };
 
-use clap::CommandFactory;
+use clap::{CommandFactory, FromArgMatches};
 use hmem::{Builder, ErrorKind, Hmem};
 pub use program::main_with;
 
@@ -167,6 +167,31 @@ fn run(
             run_on(&Machine::find(add(builder))?, command, style, out)
         }
     }
+}
+
+/// Runs a subcommand with a JSON document on this machine, and returns the document that the
+/// command prints: the content of `info`, `check` and `explain` for programs in other languages.
+///
+/// `words` are the words of the command line, without `--json`.
+///
+/// ```
+/// let (outcome, document) = hmem_cli::document(&["info", "--nic", "loopback"])?;
+/// assert_eq!(outcome, hmem_cli::Outcome::Passed);
+/// assert!(document.contains("\"schema\""));
+/// # Ok::<(), hmem_cli::Failure>(())
+/// ```
+///
+/// # Errors
+/// The errors of [`run_on`], and [`Failure::Usage`] for words that the subcommand does not know.
+pub fn document(words: &[impl AsRef<str>]) -> Result<(Outcome, String), Failure> {
+    let words = ["hmem"].into_iter().chain(words.iter().map(AsRef::as_ref)).chain(["--json"]);
+    let cli = help::command()
+        .try_get_matches_from(words)
+        .and_then(|matches| Cli::from_arg_matches(&matches))
+        .map_err(|error| Problem::new(args::one_line(&error)))?;
+    let mut out = Vec::new();
+    let outcome = run(&cli, |builder| builder, &mut out)?;
+    Ok((outcome, String::from_utf8(out).expect("JSON is UTF-8")))
 }
 
 /// Runs a command on a machine that the caller constructed. `topo`, `completions` and `man` do not

@@ -374,6 +374,42 @@ impl RegionCache {
         Ok(OwnedCachedRegion { lease, range })
     }
 
+    /// Returns a region like [`RegionCache::get_of`], with a lease like that of
+    /// [`RegionCache::get_owned`].
+    ///
+    /// # Errors
+    /// The errors of [`RegionCache::get_of`].
+    pub fn get_owned_of(
+        &self,
+        memory: Raw,
+        access: Access,
+        iface: IfaceKind,
+        device: Option<DeviceId>,
+    ) -> Result<OwnedCachedRegion> {
+        let range = *memory.at();
+        let registry = &self.cache.backend().domain.registry;
+        let claimed = self
+            .owner_of(range)
+            .and_then(|owner| Claim::named(iface, device).check(registry, "get_of", range, &owner));
+        claimed.map_err(|error| error.of_call("get_of"))?;
+        self.get_owned(memory, access)
+    }
+
+    /// Returns a cached region like [`RegionCache::get_owned`], but registers nothing: `None` if a
+    /// lookup that waits for nothing finds no region.
+    ///
+    /// # Errors
+    /// [`ErrorKind::ZeroLength`] for an empty range.
+    #[inline]
+    pub fn find_owned(
+        &self,
+        range: AddressRange,
+        access: Access,
+    ) -> Result<Option<OwnedCachedRegion>> {
+        let lease = self.cache.find_owned(&lookup_key(range, access)?);
+        Ok(lease.map(|lease| OwnedCachedRegion { lease, range }))
+    }
+
     /// Returns another handle of the same cache.
     pub(super) fn share(&self) -> Self {
         Self { cache: Arc::clone(&self.cache) }

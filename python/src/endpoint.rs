@@ -1,0 +1,242 @@
+//! Transfers between regions of this process and of peers.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    mem,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use hmem::{
+    RemoteKey,
+    provider::{CompletionQueue, EndpointAttr},
+    transfer::{Completion, EndpointName, PeerId},
+};
+use parking_lot::Mutex;
+use pyo3::{prelude::*, types::PyBytes};
+
+use crate::{
+    error::{self, Raise},
+    region::{Held, Region, close_only, closed},
+};
+
+/// The time after which a wait looks for signals such as Ctrl-C.
+const SIGNALS: Duration = Duration::from_millis(100);
+
+pub(crate) struct Open {
+    endpoint: hmem::Endpoint,
+    queue: Arc<dyn CompletionQueue>,
+    transfers: Mutex<Transfers>,
+}
+
+#[derive(Default)]
+struct Transfers {
+    /// The number of the last transfer.
+    last: u64,
+    /// The regions of transfers that have not completed.
+    in_flight: HashMap<u64, Arc<Held>>,
+    /// Completions that were read from the queue, and that no wait has returned.
+    done: VecDeque<Completion>,
+}
+
+impl Transfers {
+    /// Counts completions that were read from the queue, and releases their regions.
+    fn complete(&mut self, completions: Vec<Completion>) {
+        for completion in completions {
+            self.in_flight.remove(&completion.context);
+            self.done.push_back(completion);
+        }
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        // A NIC may use the memory of transfers that never completed, so the memory is not freed.
+        let left = mem::take(&mut self.transfers.get_mut().in_flight);
+        left.into_values().for_each(mem::forget);
+    }
+}
+
+/// The direction of a transfer.
+#[derive(Clone, Copy)]
+enum Direction {
+    Read,
+    Write,
+}
+
+/// An endpoint: `hmem.Endpoint`.
+#[pyclass(frozen, module = "hmem")]
+pub(crate) struct Endpoint {
+    open: Mutex<Option<Arc<Open>>>,
+}
+
+impl Endpoint {
+    pub(crate) fn new(domain: &hmem::Domain, depth: usize) -> hmem::Result<Self> {
+        let queue = domain.open_cq(depth.saturating_mul(2))?;
+        let attr = EndpointAttr { depth, ..EndpointAttr::new(&queue) };
+        let endpoint = domain.open_endpoint(&attr)?;
+        let open = Open { endpoint, queue, transfers: Mutex::default() };
+        Ok(Self { open: Mutex::new(Some(Arc::new(open))) })
+    }
+
+    fn open(&self, py: Python<'_>) -> PyResult<Arc<Open>> {
+        let open = self.open.lock().clone();
+        open.ok_or_else(|| closed("endpoint")).or_raise(py)
+    }
+}
+
+/// The bytes of a transfer, in the local region and in the region of the peer.
+struct Span {
+    offset: u64,
+    remote_offset: u64,
+    length: Option<u64>,
+}
+
+impl Open {
+    fn post(
+        &self,
+        direction: Direction,
+        peer: u64,
+        held: Arc<Held>,
+        key: &[u8],
+        span: &Span,
+    ) -> hmem::Result<u64> {
+        let length = span.length.unwrap_or_else(|| held.len().saturating_sub(span.offset));
+        let local = [held.slice(span.offset, length)?];
+        let key = RemoteKey::from_bytes(key)?;
+        let remote = [key.slice(span.remote_offset, length)?];
+        let mut transfers = self.transfers.lock();
+        let transfer = transfers.last + 1;
+        match direction {
+            Direction::Read => self.endpoint.read(&local, &remote, PeerId(peer), transfer),
+            Direction::Write => self.endpoint.write(&local, &remote, PeerId(peer), transfer),
+        }?;
+        transfers.last = transfer;
+        transfers.in_flight.insert(transfer, held);
+        Ok(transfer)
+    }
+}
+
+#[pymethods]
+impl Endpoint {
+    /// The name of the endpoint as bytes, for a peer.
+    #[getter]
+    fn name<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &self.open(py)?.endpoint.name().0))
+    }
+
+    /// Connects to the endpoint of a peer, and returns the number of the peer.
+    fn connect(&self, py: Python<'_>, name: &[u8]) -> PyResult<u64> {
+        let (open, name) = (self.open(py)?, EndpointName(name.to_vec()));
+        Ok(py.detach(|| open.endpoint.resolve(&name)).or_raise(py)?.0)
+    }
+
+    /// Reads bytes of a peer's region into a region, and returns the number of the transfer.
+    #[pyo3(signature = (peer, region, key, *, offset=0, remote_offset=0, length=None))]
+    #[expect(clippy::too_many_arguments, reason = "the last three are keywords with defaults")]
+    fn read(
+        &self,
+        py: Python<'_>,
+        peer: u64,
+        region: &Region,
+        key: &[u8],
+        offset: u64,
+        remote_offset: u64,
+        length: Option<u64>,
+    ) -> PyResult<u64> {
+        let (open, held) = (self.open(py)?, region.held(py)?);
+        let span = Span { offset, remote_offset, length };
+        open.post(Direction::Read, peer, held, key, &span).or_raise(py)
+    }
+
+    /// Writes bytes of a region to a peer's region, and returns the number of the transfer.
+    #[pyo3(signature = (peer, region, key, *, offset=0, remote_offset=0, length=None))]
+    #[expect(clippy::too_many_arguments, reason = "the last three are keywords with defaults")]
+    fn write(
+        &self,
+        py: Python<'_>,
+        peer: u64,
+        region: &Region,
+        key: &[u8],
+        offset: u64,
+        remote_offset: u64,
+        length: Option<u64>,
+    ) -> PyResult<u64> {
+        let (open, held) = (self.open(py)?, region.held(py)?);
+        let span = Span { offset, remote_offset, length };
+        open.post(Direction::Write, peer, held, key, &span).or_raise(py)
+    }
+
+    /// Waits until `count` transfers have completed or the timeout in seconds has passed, and
+    /// returns their numbers.
+    #[pyo3(signature = (count=1, timeout=None))]
+    fn wait(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<Vec<u64>> {
+        let open = self.open(py)?;
+        let timeout = timeout.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)));
+        let timeout = timeout.transpose().map_err(|error| {
+            pyo3::exceptions::PyValueError::new_err(format!("timeout: {error}"))
+        })?;
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        while open.transfers.lock().done.len() < count {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            let mut done = Vec::new();
+            let slice = left.map_or(SIGNALS, |left| left.min(SIGNALS));
+            let waited = py.detach(|| open.queue.wait(&mut done, count, slice));
+            // The wait may fail after it has read completions.
+            open.transfers.lock().complete(done);
+            waited.or_raise(py)?;
+            py.check_signals()?;
+            if left.is_some_and(|left| left.is_zero()) {
+                break;
+            }
+        }
+        let mut numbers = Vec::new();
+        let mut transfers = open.transfers.lock();
+        while numbers.len() < count
+            && let Some(completion) = transfers.done.pop_front()
+        {
+            match completion.result {
+                Ok(_) => numbers.push(completion.context),
+                // The next call raises the error.
+                Err(_) if !numbers.is_empty() => {
+                    transfers.done.push_front(completion);
+                    break;
+                }
+                Err(why) => {
+                    let exception = error::of(py, &why);
+                    exception.value(py).setattr("transfer", completion.context)?;
+                    return Err(exception);
+                }
+            }
+        }
+        Ok(numbers)
+    }
+
+    /// Closes the endpoint. Fails while a transfer is in flight.
+    #[expect(clippy::result_large_err, reason = "the end of an endpoint does not fail")]
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        if let Some(open) = &*self.open.lock()
+            && !open.transfers.lock().in_flight.is_empty()
+        {
+            let error = hmem::Error::new(hmem::ErrorKind::Busy, "close endpoint")
+                .context("why", "transfers are in flight")
+                .remedy("wait for the transfers first");
+            return Err(error).or_raise(py);
+        }
+        let (why, remedy) = ("another thread uses the endpoint", "end its calls first");
+        close_only(&self.open, why, remedy, |open| {
+            py.detach(|| drop(open));
+            Ok(())
+        })
+        .or_raise(py)
+    }
+
+    fn __enter__(this: Py<Self>) -> Py<Self> {
+        this
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: Bound<'_, PyAny>) -> PyResult<()> {
+        self.close(py)
+    }
+}
