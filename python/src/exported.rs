@@ -77,9 +77,9 @@ impl Exported {
             let strides = format_args!("strides {:?} bytes", buffer.strides()).to_string();
             return Err(not_contiguous(buffer.shape(), strides));
         }
-        let address = Address(buffer.buf_ptr().expose_provenance() as u64);
+        let address = buffer.buf_ptr().expose_provenance() as u64;
         Ok(Self {
-            range: AddressRange::new(address, buffer.len_bytes() as u64)?,
+            range: range(address, buffer.len_bytes() as u64)?,
             writable: !buffer.readonly(),
             owner: None,
             holder: Box::new(buffer),
@@ -259,6 +259,11 @@ fn range(address: u64, len: u64) -> hmem::Result<AddressRange> {
             "the object has no memory: it was freed",
             "register an object that is alive",
         ));
+    }
+    if len == 0 {
+        return Err(Error::new(ErrorKind::ZeroLength, "register")
+            .context("why", "the object is empty")
+            .remedy("register at least one byte"));
     }
     AddressRange::new(Address(address), len)
 }

@@ -31,12 +31,10 @@ class Driver:
     def free(self, pointer):
         self.call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
-    def fill(self, pointer, data):
-        self.call("cuMemcpyHtoD_v2", ctypes.c_uint64(pointer), data, ctypes.c_size_t(len(data)))
-
     def bytes(self, pointer, size):
         out = ctypes.create_string_buffer(size)
-        self.call("cuMemcpyDtoH_v2", out, ctypes.c_uint64(pointer), ctypes.c_size_t(size))
+        to = ctypes.c_uint64(ctypes.addressof(out))
+        self.call("cuMemcpy", to, ctypes.c_uint64(pointer), ctypes.c_size_t(size))
         return out.raw
 
 

@@ -34,7 +34,7 @@ def test_blocks_of_a_kv_cache_move_between_processes():
     if "HMEM_LIBFABRIC_LIBRARY" not in os.environ:
         pytest.skip("HMEM_LIBFABRIC_LIBRARY names no library")
     peer = subprocess.Popen(
-        [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         name, key = (bytes.fromhex(word) for word in peer.stdout.readline().split())

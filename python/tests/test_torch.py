@@ -1,6 +1,10 @@
-"""Tensors of torch and of tvm-ffi, which export by the C functions of their types."""
+"""Tensors of torch, and of a type that exports them by C functions as torch does."""
+
+import ctypes
+import sys
 
 import hmem
+import numpy
 import pytest
 
 
@@ -10,16 +14,77 @@ def domain(request):
         yield domain
 
 
-def test_tensors_of_tvm_ffi_are_registered(domain):
+class Version(ctypes.Structure):
+    _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32)]
+
+
+Export = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(ctypes.c_void_p))
+
+
+class ExchangeApi(ctypes.Structure):
+    """`DLPackExchangeAPI`, without the functions at its end."""
+
+    _fields_ = [
+        ("version", Version),
+        ("previous", ctypes.c_void_p),
+        ("allocate", ctypes.c_void_p),
+        ("export", Export),
+    ]
+
+
+def pointer_of(capsule, name):
+    """Takes the tensor out of the capsule of an array."""
+    python = ctypes.pythonapi
+    python.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    arguments = (ctypes.py_object(capsule), ctypes.c_char_p(name))
+    pointer = python.PyCapsule_GetPointer(*arguments)
+    python.PyCapsule_SetName(ctypes.py_object(capsule), USED)
+    return pointer
+
+
+USED = ctypes.c_char_p(b"used_dltensor_versioned")
+
+
+@Export
+def export(tensor, out):
+    tensor.exports += 1
+    capsule = tensor.array.__dlpack__(max_version=(1, 0))
+    out[0] = pointer_of(capsule, b"dltensor_versioned")
+    return 0
+
+
+def exchange(version, previous=None):
+    api = ExchangeApi(Version(version, 3), previous and ctypes.addressof(previous), None, export)
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype = ctypes.py_object
+    # The name lives as long as the capsule.
+    return api, make(ctypes.byref(api), EXCHANGE, None)
+
+
+EXCHANGE = ctypes.c_char_p(b"dlpack_exchange_api")
+CURRENT, CAPSULE = exchange(1)
+_LATER, CAPSULE_OF_LATER_VERSION = exchange(2, previous=CURRENT)
+
+
+@pytest.mark.parametrize("capsule", [CAPSULE, CAPSULE_OF_LATER_VERSION])
+def test_tensors_are_exported_by_the_c_functions_of_their_type(domain, capsule):
     """DOOR-05."""
-    numpy = pytest.importorskip("numpy")
-    tvm_ffi = pytest.importorskip("tvm_ffi", reason="tvm-ffi is not installed")
+
+    class Tensor:
+        __dlpack_c_exchange_api__ = capsule
+        exports = 0
+
     array = numpy.arange(100, dtype=numpy.int64)
-    tensor = tvm_ffi.from_dlpack(array)
-    assert hasattr(type(tensor), "__dlpack_c_exchange_api__")
-    with domain.register(tensor) as region:
-        assert region.nbytes == 800
-        assert region.address == array.ctypes.data
+    tensor = Tensor()
+    tensor.array = array
+    references = sys.getrefcount(array)
+    region = domain.register(tensor)
+    assert tensor.exports == 1
+    assert region.address == array.__array_interface__["data"][0]
+    assert region.nbytes == 800
+    assert sys.getrefcount(array) > references
+    region.close()
+    assert sys.getrefcount(array) == references
 
 
 def test_tensors_of_torch_are_registered(domain):

@@ -120,6 +120,11 @@ const TASKS: &[Task] = &[
         steps: &[step(&["c/install"])],
     },
     Task {
+        name: "python",
+        about: "the Python wheel, its size, and its tests in a virtual environment",
+        steps: &[step(&["python/run"])],
+    },
+    Task {
         name: "optional",
         about: "features off by default: cudarc's slices over a fake driver, log, and metrics",
         steps: &[
