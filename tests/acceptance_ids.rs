@@ -72,6 +72,13 @@ fn carried(source: &str) -> BTreeSet<String> {
     carried
 }
 
+/// Returns the requirement ids in the first lines of the docstrings of a Python file's tests.
+fn carried_by_python(source: &str) -> BTreeSet<String> {
+    let lines: Vec<_> = source.lines().collect();
+    let of_test = |pair: &&[&str]| pair[0].starts_with("def test_") && pair[1].contains("\"\"\"");
+    lines.windows(2).filter(of_test).flat_map(|pair| ids(pair[1])).collect()
+}
+
 /// Returns true if a line declares a function.
 fn is_function(text: &str) -> bool {
     text.split_once("fn ").is_some_and(|(before, _)| {
@@ -84,20 +91,21 @@ fn is_entry(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
 }
 
-fn rust_files(folder: &Path, found: &mut BTreeSet<PathBuf>) {
+fn source_files(folder: &Path, found: &mut BTreeSet<PathBuf>) {
     for entry in fs::read_dir(folder).expect("the folder can be read") {
         let path = entry.expect("an entry").path();
         if path.is_dir() {
             if !path.ends_with("target") {
-                rust_files(&path, found);
+                source_files(&path, found);
             }
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
+        } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "py") {
             found.insert(path);
         }
     }
 }
 
-/// Returns the paths of the source files in `src` and `tests` of every crate of the workspace.
+/// Returns the paths of the source files in `src` and `tests` of every crate of the workspace, and
+/// of the tests of the Python package.
 fn sources() -> BTreeSet<PathBuf> {
     let mut files = BTreeSet::new();
     for package in workspace::packages() {
@@ -105,10 +113,11 @@ fn sources() -> BTreeSet<PathBuf> {
         let folder = Path::new(manifest).parent().expect("a folder");
         for part in ["src", "tests"].map(|part| folder.join(part)) {
             if part.is_dir() {
-                rust_files(&part, &mut files);
+                source_files(&part, &mut files);
             }
         }
     }
+    source_files(&Path::new(ROOT).join("python/tests"), &mut files);
     files
 }
 
@@ -117,24 +126,28 @@ fn test_files() -> BTreeMap<String, BTreeSet<String>> {
     let mut files = BTreeMap::<_, BTreeSet<_>>::new();
     for path in sources() {
         let source = fs::read_to_string(&path).expect("a source file");
+        let is_python = path.extension().is_some_and(|extension| extension == "py");
+        let carried = if is_python { carried_by_python(&source) } else { carried(&source) };
         let path = path.strip_prefix(ROOT).expect("a file of the workspace").display();
-        for id in carried(&source) {
+        for id in carried {
             files.entry(id).or_default().insert(path.to_string());
         }
     }
     files
 }
 
-/// Formats a list of Rust files. Files of one folder are joined, as in `a/{b,c}.rs`.
+/// Formats a list of files. Files of one folder with one extension are joined, as in
+/// `a/{b,c}.rs`.
 fn by_folder(files: &BTreeSet<String>) -> String {
     let mut folders = BTreeMap::<_, Vec<_>>::new();
     for file in files {
         let (folder, name) = file.rsplit_once('/').expect("a file in a folder");
-        folders.entry(folder).or_default().push(name.trim_end_matches(".rs"));
+        let (name, extension) = name.rsplit_once('.').expect("a file with an extension");
+        folders.entry((folder, extension)).or_default().push(name);
     }
-    let entries = folders.iter().map(|(folder, names)| match names[..] {
-        [name] => format!("`{folder}/{name}.rs`"),
-        _ => format!("`{folder}/{{{}}}.rs`", names.join(",")),
+    let entries = folders.iter().map(|((folder, extension), names)| match names[..] {
+        [name] => format!("`{folder}/{name}.{extension}`"),
+        _ => format!("`{folder}/{{{}}}.{extension}`", names.join(",")),
     });
     entries.collect::<Vec<_>>().join(", ")
 }
