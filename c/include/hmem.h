@@ -829,8 +829,11 @@ struct hmem_error *hmem_cache_get(const struct hmem_domain *domain,
                                   struct hmem_region **region);
 
 /**
- * Deregisters a region, or gives a cached region back to the cache. Does nothing for null. Fails
- * with HMEM_KIND_BUSY while a window is bound to the region, and the region then stays registered.
+ * Deregisters a region, or gives a cached region back to the cache. Does nothing for null.
+ *
+ * Fails with HMEM_KIND_BUSY while a window is bound to the region, and the region then stays
+ * registered. A cached region is given back all the same, and stays registered until the window is
+ * unbound.
  *
  * The caller promises:
  * `region` is null, or a region that no other call uses. No transfer uses its keys.
@@ -940,6 +943,7 @@ struct hmem_error *hmem_window_alloc(const struct hmem_domain *domain, struct hm
  *
  * The caller promises:
  * `window` and `region` are null, or a window and a region that are not closed during the call.
+ * The memory stays allocated until the window is unbound or closed.
  */
 struct hmem_error *hmem_window_bind(const struct hmem_window *window,
                                     const struct hmem_region *region,

@@ -319,8 +319,11 @@ pub unsafe extern "C" fn hmem_cache_get(
     })
 }
 
-/// Deregisters a region, or gives a cached region back to the cache. Does nothing for null. Fails
-/// with HMEM_KIND_BUSY while a window is bound to the region, and the region then stays registered.
+/// Deregisters a region, or gives a cached region back to the cache. Does nothing for null.
+///
+/// Fails with HMEM_KIND_BUSY while a window is bound to the region, and the region then stays
+/// registered. A cached region is given back all the same, and stays registered until the window is
+/// unbound.
 ///
 /// # Safety
 /// `region` is null, or a region that no other call uses. No transfer uses its keys.

@@ -55,6 +55,7 @@ pub unsafe extern "C" fn hmem_window_alloc(
 ///
 /// # Safety
 /// `window` and `region` are null, or a window and a region that are not closed during the call.
+/// The memory stays allocated until the window is unbound or closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_window_bind(
     window: *const hmem_window,
