@@ -470,7 +470,8 @@ impl RefusalCause {
     ) -> Vec<&'r Self> {
         let mut fitting: Vec<_> = rows.into_iter().filter(|row| row.fits(context, facts)).collect();
         fitting.sort_by_key(|row| row.rank);
-        fitting.dedup_by_key(|row| row.name);
+        let mut names = BTreeSet::new();
+        fitting.retain(|row| names.insert(row.name));
         if let Some(last) = fitting.iter().position(|row| !row.ambiguous) {
             fitting.truncate(last + 1);
         }

@@ -127,7 +127,7 @@ fn causes_of_enomem_are_ranked_by_what_the_machine_shows() {
         (&[NO_LIMIT, USER], &["nic-tables-full"]),
         (&[LIMIT, USER], &["memlock", "nic-tables-full"]),
         // The limit has room for two pages.
-        (&[LIMIT, IDLE_USER], &["nic-tables-full", "memlock-of-user"]),
+        (&[LIMIT, IDLE_USER], &["nic-tables-full"]),
         (&[LIMIT, WITH_IPC_LOCK, INITIAL_NAMESPACE], &["nic-tables-full"]),
         (&[LIMIT, WITH_IPC_LOCK, OWN_NAMESPACE], &["ipc-lock-inert", "memlock", "nic-tables-full"]),
         (

@@ -128,17 +128,16 @@ fn nodes(all: &BTreeSet<String>, step: Step) -> Option<String> {
 }
 
 /// Returns the probable causes of a refusal, out of the causes of an iface and the general causes.
-/// The most probable cause comes first. `facts` is called only if a cause may fit.
+/// The most probable cause comes first. `facts` reads many files, so it is called only if a cause
+/// that may fit depends on the machine.
 pub(super) fn causes_of(
     of_iface: &[RefusalCause],
     context: &RefusalContext<'_>,
     facts: impl FnOnce() -> Facts,
 ) -> Vec<ProbableCause> {
-    let rows = || of_iface.iter().chain(CAUSES);
-    if !rows().any(|row| row.may_fit(context)) {
-        return Vec::new();
-    }
-    let facts = facts();
+    let rows = || of_iface.iter().chain(CAUSES).filter(|row| row.may_fit(context));
+    let depends = rows().any(|row| row.needs.is_some() || row.detail.is_some());
+    let facts = if depends { facts() } else { Facts::default() };
     let ranked = RefusalCause::ranked(rows(), context, &facts);
     ranked.into_iter().map(|row| row.explain(&facts)).collect()
 }
@@ -502,6 +501,22 @@ pub const CAUSES: &[RefusalCause] = &[
         ..ANY
     },
     RefusalCause {
+        name: "memlock-of-user",
+        rank: 245,
+        paths: HOST,
+        answers: &[Answer::Limit("locked memory of the user")],
+        needs: Needs::some(
+            "the locked-memory limit is finite and has room for the request",
+            |facts| has_memlock_limit(facts) && facts.memlock_has_room() == Some(true),
+        ),
+        cause: "other processes of the user use up the locked-memory limit (RLIMIT_MEMLOCK): the \
+                NIC pins pages with io_uring, which counts them for the user, not for one process",
+        detail: Some(memlock_use),
+        remedy: "raise the limit (`ulimit -l unlimited`, `docker run --ulimit memlock=-1`, \
+                 LimitMEMLOCK=infinity in systemd), or end the other processes",
+        ..ANY
+    },
+    RefusalCause {
         name: "rdma-cgroup",
         rank: 250,
         paths: EVERY,
@@ -559,22 +574,6 @@ pub const CAUSES: &[RefusalCause] = &[
         detail: Some(regions_of_domain),
         remedy: "close regions, register larger ranges in fewer regions, or use huge pages; raise \
                  the driver's table sizes",
-        ..ANY
-    },
-    RefusalCause {
-        name: "memlock-of-user",
-        rank: 262,
-        paths: HOST,
-        answers: &[Answer::Errno(&[12]), Answer::Kind(&[ErrorKind::OutOfResources])],
-        needs: Needs::some(
-            "the locked-memory limit is finite and has room for the request",
-            |facts| has_memlock_limit(facts) && facts.memlock_has_room() == Some(true),
-        ),
-        cause: "other processes of the user, or io_uring buffers, use up the locked-memory limit \
-                (RLIMIT_MEMLOCK); such memory counts for the user, not for one process",
-        detail: Some(memlock_use),
-        remedy: "raise the limit (`ulimit -l unlimited`, `docker run --ulimit memlock=-1`, \
-                 LimitMEMLOCK=infinity in systemd), or end the other processes",
         ..ANY
     },
     RefusalCause {

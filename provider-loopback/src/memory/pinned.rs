@@ -278,6 +278,7 @@ fn refused(error: &std::io::Error, start: u64, len: u64, operation: &'static str
                 .provider("loopback")
                 .context("why", format_args!("the locked-memory limit (RLIMIT_MEMLOCK) is {limit}"))
                 .context("requested", len)
+                .context("limit", "locked memory of the user")
                 .remedy(RAISE_MEMLOCK)
         }
         libc::EFAULT => Error::new(ErrorKind::BadAddress, operation)
