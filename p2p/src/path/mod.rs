@@ -38,7 +38,7 @@ mod variant;
 use std::sync::Arc;
 
 use hmem_core::{
-    AddressRange, AllocationKind, Decision, Error, ErrorKind, IfaceKind, Path, Result,
+    AllocationKind, Decision, Error, ErrorKind, IfaceKind, Path, Result,
     cause::{RequestFacts, Step},
     iface::DmaBufMapping,
     path::{DirectPath, ExportUnit, P2pPolicy, PathRegistration, PathSelector, Target},
@@ -147,11 +147,11 @@ impl DefaultPathSelector {
     fn facts_of(&self, target: Target<'_>, device: Option<&str>) -> Facts {
         let Target { registration, provider } = target;
         let page = rustix::param::page_size() as u64;
-        // Ranges that were checked do not wrap.
-        let pages = |range: &AddressRange| range.start().0 % page + range.len();
-        let len = registration.ranges.iter().map(|range| pages(range).next_multiple_of(page)).sum();
+        let pages = registration.ranges.iter().fold(0, |sum: u64, range| {
+            sum.saturating_add((range.start().0 % page).saturating_add(range.len()).div_ceil(page))
+        });
         let request = RequestFacts {
-            len,
+            len: pages.saturating_mul(page),
             access: registration.access,
             regions: provider.live().regions,
             max_regions: provider.attr().max_mr_count,

@@ -162,8 +162,7 @@ impl<'a> Page<'a> {
                 search.attempts.extend(exports.close());
                 let Some((variant, region)) = direct else {
                     let attempts = std::mem::take(&mut search.attempts);
-                    let unknown = search.may_be_temporary || search.unchecked;
-                    return match unknown {
+                    return match search.may_be_temporary {
                         true => (ProbeResult::Unknown, None),
                         false => (ProbeResult::NoDirect(attempts), None),
                     };
