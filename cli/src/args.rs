@@ -253,7 +253,7 @@ pub struct PerfArgs {
     /// memory of the largest size, and print the variable that lists the direct paths, fastest
     /// first
     #[arg(long, requires = "loopback")]
-    #[arg(conflicts_with_all = ["host", "server", "op", "measure", "ordering"])]
+    #[arg(conflicts_with_all = ["host", "server", "op", "measure", "ordering", "metrics"])]
     pub compare_paths: bool,
 
     /// TCP port on which the server listens; 0 for any free port

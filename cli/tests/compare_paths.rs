@@ -51,8 +51,9 @@ fn text_names_the_reason_of_a_path_that_does_not_work_and_the_setting() {
 }
 
 #[test]
-fn comparison_of_host_memory_and_of_one_operation_is_refused() {
+fn comparison_of_host_memory_of_one_operation_or_with_counts_is_refused() {
     refused(&perf(&COMPARE), 2, &["host memory has one path only", "--iface"]);
     refused(&perf(&[&COMPARE[..], &["--op", "read"]].concat()), 2, &["--op"]);
     refused(&perf(&["--compare-paths", "127.0.0.1"]), 2, &["--compare-paths"]);
+    refused(&perf(&[&COMPARE[..], &["--metrics"]].concat()), 2, &["--metrics"]);
 }
