@@ -11,7 +11,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Domain, DomainAttr, Errno, Error, ErrorKind, IfaceKind, Registry, path::P2pPolicy,
+    Access, Address, AddressRange, Domain, DomainAttr, Errno, Error, ErrorKind, IfaceKind, Promise,
+    Raw, Registry, path::P2pPolicy,
 };
 use hmem_iface_system::System;
 use hmem_p2p::path::{DefaultPathSelector, ExplainRequest, LocalMachine};
@@ -236,6 +237,22 @@ fn explanation_lists_every_cause_and_remedy() {
         assert!(explanation.remedies.iter().any(|remedy| remedy == cause.remedy), "{explanation}");
         assert!(attempt.to_string().contains(&cause.to_string()), "{attempt}");
     }
+}
+
+/// DIAG-03
+///
+/// All pages of the range are one byte more than 64 bits can count.
+#[test]
+fn refused_range_up_to_the_last_address_has_its_causes() {
+    let machine = Machine::new(&[LIMIT, USER]);
+    let (registry, nic) = host_and_nic(12);
+    let domain = Domain::open(&nic, registry, Arc::new(machine.paths()), DomainAttr::default());
+    let range = AddressRange::new(Address(1), u64::MAX - 1).expect("it does not wrap");
+    // SAFETY: the NIC refuses the registration.
+    let memory = unsafe { Raw::new(range, Promise::ReadWrite) };
+    let refused = domain.expect("open").register(memory, Access::REMOTE_READ);
+    let error = refused.expect_err("refused").error;
+    assert_eq!(names(&error), ["memlock", "nic-tables-full"], "{error:#}");
 }
 
 /// DIAG-03
