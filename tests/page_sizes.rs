@@ -15,6 +15,8 @@ const TYPES: [&str; 6] = ["_u64", "u64", "_usize", "usize", "_u32", "u32"];
 /// Lines that contain one of [`SPELLINGS`] and mean something else: a part of the file's path, a
 /// part of the line, and the meaning.
 const OTHERS: &[(&str, &str, &str)] = &[
+    ("c/src/call.rs", "LARGEST", "the largest size of a structure"),
+    ("c/src/lib.rs", "HMEM_REMOTE_READ", "a right"),
     ("cli/src/args.rs", "range(1..=4096)", "the number of transfers in flight"),
     ("cli/src/perf/wire.rs", "let mut rest", "a buffer for bytes that are dropped"),
     ("cli/src/perf/server.rs", "MOST_DEPTH", "the number of transfers in flight"),
