@@ -66,6 +66,8 @@ struct Versioned {
 const READ_ONLY: u64 = 1;
 /// `DLPACK_FLAG_BITMASK_IS_COPIED`.
 const IS_COPIED: u64 = 2;
+/// `DLPACK_FLAG_BITMASK_IS_SUBBYTE_TYPE_PADDED`.
+const IS_PADDED: u64 = 4;
 
 /// The start of `DLPackExchangeAPI`, up to the function that exports a tensor.
 #[repr(C)]
@@ -228,7 +230,10 @@ impl Tensor {
 
     /// Returns the size of an element in bits.
     pub(crate) fn element_bits(&self) -> u64 {
-        u64::from(self.raw().bits) * u64::from(self.raw().lanes)
+        let bits = u64::from(self.raw().bits);
+        // Elements of less than a byte are packed without this flag.
+        let bits = if self.flags() & IS_PADDED == 0 { bits } else { bits.next_multiple_of(8) };
+        bits * u64::from(self.raw().lanes)
     }
 
     /// Returns the lengths of the dimensions, and the strides in elements. Without strides, the

@@ -8,7 +8,7 @@ use std::{
 };
 
 use hmem::{
-    RemoteKey,
+    Rejected, RemoteKey,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{Completion, EndpointName, PeerId},
 };
@@ -26,6 +26,8 @@ const SIGNALS: Duration = Duration::from_millis(100);
 pub(crate) struct Open {
     endpoint: hmem::Endpoint,
     queue: Arc<dyn CompletionQueue>,
+    /// Locked only by threads that hold the global interpreter lock. They run no code of Python
+    /// under this lock: it could switch to a thread that then waits for the lock forever.
     transfers: Mutex<Transfers>,
 }
 
@@ -40,12 +42,33 @@ struct Transfers {
 }
 
 impl Transfers {
-    /// Counts completions that were read from the queue, and releases their regions.
-    fn complete(&mut self, completions: Vec<Completion>) {
-        for completion in completions {
-            self.in_flight.remove(&completion.context);
-            self.done.push_back(completion);
+    /// Counts completions that were read from the queue, and returns their regions. The caller drops
+    /// the regions after it has released the lock, because a drop can run code of Python.
+    fn complete(&mut self, completions: Vec<Completion>) -> Vec<Arc<Held>> {
+        let contexts = completions.iter().map(|completion| completion.context);
+        let completed = contexts.filter_map(|context| self.in_flight.remove(&context)).collect();
+        self.done.extend(completions);
+        completed
+    }
+
+    /// Takes the numbers of up to `count` completed transfers. Returns those before a failed
+    /// transfer, and a failed transfer alone, with its error.
+    fn take(&mut self, count: usize) -> Result<Vec<u64>, (u64, hmem::Error)> {
+        let mut numbers = Vec::new();
+        while numbers.len() < count
+            && let Some(completion) = self.done.pop_front()
+        {
+            match completion.result {
+                Ok(_) => numbers.push(completion.context),
+                Err(why) if numbers.is_empty() => return Err((completion.context, why)),
+                // The next call returns the error.
+                Err(_) => {
+                    self.done.push_front(completion);
+                    break;
+                }
+            }
         }
+        Ok(numbers)
     }
 }
 
@@ -183,50 +206,35 @@ impl Endpoint {
             let slice = left.map_or(SIGNALS, |left| left.min(SIGNALS));
             let waited = py.detach(|| open.queue.wait(&mut done, count, slice));
             // The wait may fail after it has read completions.
-            open.transfers.lock().complete(done);
+            let completed = open.transfers.lock().complete(done);
+            drop(completed);
             waited.or_raise(py)?;
             py.check_signals()?;
             if left.is_some_and(|left| left.is_zero()) {
                 break;
             }
         }
-        let mut numbers = Vec::new();
-        let mut transfers = open.transfers.lock();
-        while numbers.len() < count
-            && let Some(completion) = transfers.done.pop_front()
-        {
-            match completion.result {
-                Ok(_) => numbers.push(completion.context),
-                // The next call raises the error.
-                Err(_) if !numbers.is_empty() => {
-                    transfers.done.push_front(completion);
-                    break;
-                }
-                Err(why) => {
-                    let exception = error::of(py, &why);
-                    exception.value(py).setattr("transfer", completion.context)?;
-                    return Err(exception);
-                }
-            }
-        }
-        Ok(numbers)
+        let taken = open.transfers.lock().take(count);
+        taken.or_else(|(transfer, why)| {
+            let exception = error::of(py, &why);
+            exception.value(py).setattr("transfer", transfer)?;
+            Err(exception)
+        })
     }
 
     /// Closes the endpoint. Fails while a transfer is in flight.
-    #[expect(clippy::result_large_err, reason = "the end of an endpoint does not fail")]
+    #[expect(clippy::result_large_err, reason = "the error returns the endpoint")]
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        if let Some(open) = &*self.open.lock()
-            && !open.transfers.lock().in_flight.is_empty()
-        {
+        let (why, remedy) = ("another thread uses the endpoint", "end its calls first");
+        close_only(&self.open, why, remedy, |mut open| {
+            if open.transfers.get_mut().in_flight.is_empty() {
+                py.detach(|| drop(open));
+                return Ok(());
+            }
             let error = hmem::Error::new(hmem::ErrorKind::Busy, "close endpoint")
                 .context("why", "transfers are in flight")
                 .remedy("wait for the transfers first");
-            return Err(error).or_raise(py);
-        }
-        let (why, remedy) = ("another thread uses the endpoint", "end its calls first");
-        close_only(&self.open, why, remedy, |open| {
-            py.detach(|| drop(open));
-            Ok(())
+            Err(Rejected::new(open, error))
         })
         .or_raise(py)
     }

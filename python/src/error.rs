@@ -17,7 +17,7 @@ pub(crate) fn to_python<'py>(
 
 /// Returns the exception for an error of the library.
 pub(crate) fn of(py: Python<'_>, error: &hmem::Error) -> PyErr {
-    raised(py, || {
+    raised(|| {
         let exception = Error::new_err(format!("{error:#}"));
         let (value, summary) = (exception.value(py), to_python(py, &error.summary())?);
         for name in ["kind", "message", "remedy"] {
@@ -30,7 +30,7 @@ pub(crate) fn of(py: Python<'_>, error: &hmem::Error) -> PyErr {
 
 /// Returns the exception for a subcommand that could not run.
 pub(crate) fn of_failure(py: Python<'_>, failure: &Failure) -> PyErr {
-    raised(py, || {
+    raised(|| {
         let problem = failure.problem();
         let exception = Error::new_err(problem.to_string());
         let value = exception.value(py);
@@ -44,7 +44,7 @@ pub(crate) fn of_failure(py: Python<'_>, failure: &Failure) -> PyErr {
 }
 
 /// Returns the exception that `make` makes, or the one that kept it from doing so.
-fn raised(_py: Python<'_>, make: impl FnOnce() -> PyResult<PyErr>) -> PyErr {
+fn raised(make: impl FnOnce() -> PyResult<PyErr>) -> PyErr {
     make().unwrap_or_else(|failure| failure)
 }
 

@@ -1,10 +1,15 @@
 //! The memory of a Python object, found by one of three protocols: the buffer protocol, DLPack and
 //! the CUDA array interface.
 
-use std::any::Any;
+use std::{any::Any, ffi::CStr};
 
 use hmem::{Access, Address, AddressRange, DeviceId, Error, ErrorKind, IfaceKind};
-use pyo3::{buffer::PyUntypedBuffer, intern, prelude::*, types::PyDict};
+use pyo3::{
+    buffer::PyUntypedBuffer,
+    intern,
+    prelude::*,
+    types::{PyDict, PyMemoryView},
+};
 
 use crate::{
     dlpack::{self, Tensor},
@@ -52,7 +57,10 @@ impl Exported {
             .getattr_opt(intern!(py, "__cuda_array_interface__"))
             .map_err(|error| refused_by(object, error))?;
         match (interface, unreadable) {
-            (Some(interface), _) => Self::of_cuda(object, &interface),
+            (Some(interface), _) => {
+                let array = CudaArray::of(&interface).map_err(|error| refused_by(object, error))?;
+                Self::of_cuda(object, &array).or_raise(py)
+            }
             (None, Some(error)) => Err(refused_by(object, error)),
             (None, None) => Err(error::of(
                 py,
@@ -67,7 +75,7 @@ impl Exported {
 
     fn of_buffer(buffer: PyUntypedBuffer) -> hmem::Result<Self> {
         // Peers would write the addresses of objects.
-        if buffer.format().to_bytes().contains(&b'O') {
+        if has_references(buffer.format()) {
             return Err(refusal(
                 "the elements are references to Python objects",
                 "copy the values",
@@ -88,7 +96,7 @@ impl Exported {
 
     fn of_tensor(tensor: Tensor) -> hmem::Result<Self> {
         let (shape, strides) = tensor.layout();
-        if let Some(strides) = strides.filter(|strides| !is_contiguous(shape, strides)) {
+        if let Some(strides) = strides.filter(|strides| !is_contiguous(shape, strides, 1)) {
             return Err(not_contiguous(shape, format!("strides {strides:?} elements")));
         }
         if tensor.is_copied() {
@@ -121,55 +129,13 @@ impl Exported {
         })
     }
 
-    /// Reads the CUDA array interface, versions 0 to 3.
-    fn of_cuda(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let py = object.py();
-        let interface = interface.cast::<PyDict>()?;
-        let item = |name: &str| interface.get_item(name);
-        let required = |name: &'static str| {
-            item(name)?.ok_or_else(|| {
-                let why = format_args!("__cuda_array_interface__ has no {name}").to_string();
-                error::of(py, &refusal(why, "report this to the authors of the object's library"))
-            })
-        };
-        let (address, read_only): (u64, bool) = required("data")?.extract()?;
-        let shape: Vec<i64> = required("shape")?.extract()?;
-        let element: String = required("typestr")?.extract()?;
-        // A missing item means the same as None.
-        let strides = item("strides")?.filter(|strides| !strides.is_none());
-        let has_mask = item("mask")?.is_some_and(|mask| !mask.is_none());
-        let strides: Option<Vec<i64>> = strides.map(|strides| strides.extract()).transpose()?;
-        let read = || {
-            let unknown = || {
-                refusal(
-                    format_args!("the type {element} of the elements is unknown"),
-                    "pass an array of numbers",
-                )
-            };
-            // The byte order, the sort of number, and the size in bytes.
-            let size: i64 =
-                element.get(2..).and_then(|size| size.parse().ok()).ok_or_else(unknown)?;
-            let size = u8::try_from(size).map_err(|_| unknown())?;
-            let in_elements: Option<Vec<i64>> = strides.as_ref().map(|strides| {
-                let of = |stride: &i64| stride.checked_div(size.into()).unwrap_or(0);
-                strides.iter().map(of).collect()
-            });
-            if let Some(bytes) = strides.as_ref()
-                && in_elements.is_some_and(|elements| !is_contiguous(&shape, &elements))
-            {
-                return Err(not_contiguous(&shape, format!("strides {bytes:?} bytes")));
-            }
-            if has_mask {
-                return Err(refusal("the array has a mask", "pass the array without its mask"));
-            }
-            Ok(Self {
-                range: range(address, bytes(&shape, u64::from(size) * 8)?)?,
-                writable: !read_only,
-                owner: Some((IfaceKind::CUDA, None)),
-                holder: Box::new(object.clone().unbind()),
-            })
-        };
-        read().or_raise(py)
+    fn of_cuda(object: &Bound<'_, PyAny>, array: &CudaArray) -> hmem::Result<Self> {
+        Ok(Self {
+            range: array.range()?,
+            writable: !array.read_only,
+            owner: Some((IfaceKind::CUDA, None)),
+            holder: Box::new(object.clone().unbind()),
+        })
     }
 
     /// Returns the rights of the registration: those of the caller, or all that the memory allows.
@@ -195,12 +161,72 @@ impl Exported {
     }
 }
 
+/// The content of `__cuda_array_interface__`, in versions 0 to 3.
+struct CudaArray {
+    address: u64,
+    read_only: bool,
+    shape: Vec<i64>,
+    /// The strides in bytes. `None` if the array is contiguous.
+    strides: Option<Vec<i64>>,
+    /// The type of an element: the byte order, the sort of number, the size in bytes and, for a
+    /// time, the unit in brackets.
+    element: String,
+    has_mask: bool,
+}
+
+impl CudaArray {
+    fn of(interface: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let interface = interface.cast::<PyDict>()?;
+        let required = |name| interface.as_any().get_item(name);
+        // A missing item means the same as None.
+        let optional =
+            |name| PyResult::Ok(interface.get_item(name)?.filter(|item| !item.is_none()));
+        let (address, read_only) = required("data")?.extract()?;
+        Ok(Self {
+            address,
+            read_only,
+            shape: required("shape")?.extract()?,
+            strides: optional("strides")?.map(|strides| strides.extract()).transpose()?,
+            element: required("typestr")?.extract()?,
+            has_mask: optional("mask")?.is_some(),
+        })
+    }
+
+    fn range(&self) -> hmem::Result<AddressRange> {
+        let size = self.element.get(2..).and_then(|size| size.split('[').next());
+        let size: u32 = size.and_then(|size| size.parse().ok()).ok_or_else(|| {
+            let why = format_args!("the type {} of the elements is unknown", self.element);
+            refusal(why, "pass an array of numbers")
+        })?;
+        if let Some(strides) = &self.strides
+            && !is_contiguous(&self.shape, strides, size.into())
+        {
+            return Err(not_contiguous(&self.shape, format!("strides {strides:?} bytes")));
+        }
+        if self.has_mask {
+            return Err(refusal("the array has a mask", "pass the array without its mask"));
+        }
+        range(self.address, bytes(&self.shape, u64::from(size) * 8)?)
+    }
+}
+
 /// Returns the buffer of an object, or `None` if its type has no buffer protocol.
 #[allow(unsafe_code, reason = "asks whether the type has the buffer protocol")]
 fn buffer_of(object: &Bound<'_, PyAny>) -> Option<PyResult<PyUntypedBuffer>> {
     // SAFETY: the function only reads the type of the object, which the reference keeps alive.
     let has_buffer = unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) } != 0;
-    has_buffer.then(|| PyUntypedBuffer::get(object))
+    has_buffer.then(|| {
+        // The types of ctypes leave out the strides, which a memoryview adds.
+        PyUntypedBuffer::get(object)
+            .or_else(|_| PyUntypedBuffer::get(PyMemoryView::from(object)?.as_any()))
+    })
+}
+
+/// Returns whether elements of a buffer's format contain references to Python objects. The names of
+/// fields are between colons.
+fn has_references(format: &CStr) -> bool {
+    let mut types = format.to_bytes().split(|byte| *byte == b':').step_by(2);
+    types.any(|part| part.contains(&b'O'))
 }
 
 /// Returns the exception for an object that does not hand out its memory, such as a tensor that was
@@ -227,13 +253,14 @@ fn not_contiguous(shape: &[impl std::fmt::Debug], strides: String) -> Error {
     )
 }
 
-/// Returns whether elements lie one after another, the last dimension first. A dimension of one
-/// element has no stride that counts, and a tensor without elements is contiguous.
-fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
+/// Returns whether elements lie one after another, the last dimension first. `element` is the size
+/// of an element in the unit of the strides. A dimension of one element has no stride that counts,
+/// and a tensor without elements is contiguous.
+fn is_contiguous(shape: &[i64], strides: &[i64], element: i64) -> bool {
     if shape.contains(&0) {
         return true;
     }
-    let mut expected = Some(1_i64);
+    let mut expected = Some(element);
     shape.iter().zip(strides).rev().all(|(&len, &stride)| {
         let fits = len == 1 || expected == Some(stride);
         expected = expected.and_then(|before| before.checked_mul(len));

@@ -39,29 +39,33 @@ impl Held {
         // reference to the memory. `hmem.Hmem.domain` demands of programs with a cache that they
         // tell no peer a key whose object they free.
         let raw = unsafe { Raw::new(range, promise) };
-        if !cached {
-            return py.detach(|| {
-                let request = Request::new(raw.keep(holder), access);
-                let request = match owner {
-                    Some((iface, device)) => request.owner(iface, device),
-                    None => request,
-                };
-                Ok(Self::Registered(domain.submit(request)?))
-            });
-        }
-        let cache = domain.cache()?;
-        // The lookup does not check the owner of device memory.
-        if owner.is_none()
-            && let Some(lease) = cache.find_owned(range, access)?
-        {
-            return Ok(Self::Cached { lease, _holder: holder });
+        if cached {
+            let cache = domain.cache()?;
+            let found = match owner {
+                None => cache.find_owned(range, access)?,
+                // The lookup does not check the owner of device memory.
+                Some(_) => None,
+            };
+            let lease = match (found, owner) {
+                (Some(lease), _) => lease,
+                (None, Some((iface, device))) => {
+                    py.detach(|| cache.get_owned_of(raw, access, iface, device))?
+                }
+                (None, None) => py.detach(|| cache.get_owned(raw, access))?,
+            };
+            // The region of a writable object at the same place has more rights than a read-only
+            // object allows.
+            if writable || !lease.access().nic_writes() {
+                return Ok(Self::Cached { lease, _holder: holder });
+            }
         }
         py.detach(|| {
-            let lease = match owner {
-                Some((iface, device)) => cache.get_owned_of(raw, access, iface, device)?,
-                None => cache.get_owned(raw, access)?,
+            let request = Request::new(raw.keep(holder), access);
+            let request = match owner {
+                Some((iface, device)) => request.owner(iface, device),
+                None => request,
             };
-            Ok(Self::Cached { lease, _holder: holder })
+            Ok(Self::Registered(domain.submit(request)?))
         })
     }
 
@@ -215,7 +219,7 @@ impl Region {
     /// Deregisters the memory, or ends the lease of a cached region.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let (why, remedy) =
-            ("a transfer of the region is in flight", "wait for the transfer first");
+            ("a transfer is in flight, or another thread uses the region", "wait for it first");
         close_only(&self.held, why, remedy, |held| held.close(py)).or_raise(py)
     }
 
