@@ -10,6 +10,7 @@ use std::{
     cell::Cell,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::Arc,
+    time::Instant,
 };
 
 use parking_lot::Mutex;
@@ -218,8 +219,8 @@ pub(super) fn register_on_nics(
     );
     let _entered = span.enter();
     let bytes = checked.ranges.iter().fold(0, |sum: u64, range| sum.saturating_add(range.len()));
-    let start = || domains.iter().find_map(|domain| domain.metrics.start());
-    let mut started = start();
+    // The time at which the registration with the next NIC starts, if any domain measures it.
+    let mut started = domains.iter().find_map(|domain| domain.metrics.start());
     let registered = Cell::new(0);
     let mut done = |region: PathRegistration| {
         let path = region.decision.as_ref().unwrap_or(&first.plain_host).path;
@@ -228,7 +229,7 @@ pub(super) fn register_on_nics(
         let metrics = &domains[registered.replace(registered.get() + 1)].metrics;
         metrics.count_registration(path, bytes, started);
         done(region);
-        started = start();
+        started = started.map(|_| Instant::now());
     };
     let mut allocations = Allocations::new();
     // A move of the result would be slow, for the reason in `DomainInner::owner`.
