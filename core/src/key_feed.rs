@@ -28,7 +28,8 @@ pub struct KeyPart {
 struct PublishedPart {
     part: KeyPart,
     len: u64,
-    /// The first generation that had this part with these keys.
+    /// The first generation of this registered memory. Later generations may add and leave out
+    /// NICs, as long as one NIC has the same key as before.
     since: u64,
 }
 
@@ -54,6 +55,13 @@ impl PublishedPart {
     const fn end(&self) -> u64 {
         self.part.offset + self.len
     }
+
+    /// Returns true if `new` is the memory of this part: a NIC has the same key for both.
+    fn is_memory_of(&self, new: &Self) -> bool {
+        let (old, new_rails) = (self.part.keys.rails(), new.part.keys.rails());
+        (self.part.offset, self.len) == (new.part.offset, new.len)
+            && old.iter().any(|rail| new_rails.contains(rail))
+    }
 }
 
 /// Returns the reason why a list of parts is refused, if it is.
@@ -67,6 +75,9 @@ fn check_order(parts: &[PublishedPart]) -> Result<(), &'static str> {
 /// The memory has one stable description for peers: offsets from its start. Parts of it may come,
 /// go and be registered again with other keys. The owner publishes all current parts as one list.
 /// Each list that differs from the one before is a new *generation*, numbered from 1.
+///
+/// A part stays the same memory while at least one NIC keeps its key for it. So the list of a part's
+/// NICs can grow and shrink, and peers may go on with bytes that an older generation named.
 ///
 /// The feed sends nothing itself. The application sends the bytes that [`KeySubscription::wait`]
 /// returns, over any channel. Every update has the complete list, so a peer that misses updates is
@@ -158,7 +169,7 @@ impl KeyFeed {
         for part in parts {
             let mut part = PublishedPart::new(part, next).map_err(refuse)?;
             let at = state.parts.partition_point(|old| old.part.offset < part.part.offset);
-            if let Some(old) = state.parts.get(at).filter(|old| old.part == part.part) {
+            if let Some(old) = state.parts.get(at).filter(|old| old.is_memory_of(&part)) {
                 part.since = old.since;
             }
             list.push(part);
@@ -375,8 +386,8 @@ impl PeerKeys {
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidKey`] if one of the bytes is in a part that is newer than
-    ///   `generation`: the memory was mapped or registered again, so the named bytes no longer
-    ///   exist.
+    ///   `generation`: the memory was mapped or registered again with new keys on all NICs, so the
+    ///   named bytes may no longer exist.
     /// - [`ErrorKind::OutOfBounds`] if the current generation does not have all of the bytes, and
     ///   if `offsets` ends before it starts.
     /// - [`ErrorKind::Again`] if `generation` is newer than the current one. Apply the next update

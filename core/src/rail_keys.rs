@@ -108,8 +108,7 @@ impl RailKeys {
     /// providers have the device name, the call returns the key for the first of them.
     #[must_use]
     pub fn of(&self, nic: &str) -> Option<&RemoteKey> {
-        let is_meant = |rail: &&RailKey| rail.nic.name == nic || rail.nic.to_string() == nic;
-        self.rails.iter().find(is_meant).map(|rail| &rail.key)
+        self.rails.iter().find(|rail| rail.nic.is_named(nic)).map(|rail| &rail.key)
     }
 
     /// Returns the bytes to send to a peer.
@@ -156,10 +155,7 @@ impl RailKeys {
 /// the rails are valid.
 fn problem(rails: &[RailKey]) -> Option<(&'static str, &'static str)> {
     let twice = |(at, rail): (usize, &RailKey)| {
-        let same = |other: &RailKey| {
-            (&other.nic.provider, &other.nic.name) == (&rail.nic.provider, &rail.nic.name)
-        };
-        rails[..at].iter().any(same)
+        rails[..at].iter().any(|other| other.nic.is_same(&rail.nic))
     };
     if rails.is_empty() {
         return Some(("no rail", "pass the key of at least one NIC"));

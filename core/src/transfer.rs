@@ -343,7 +343,7 @@ pub struct OwnedRemoteSegment {
 }
 
 impl OwnedRemoteSegment {
-    fn new(segment: &RemoteSegment<'_>) -> Self {
+    pub(crate) fn new(segment: &RemoteSegment<'_>) -> Self {
         Self { address: segment.address, len: segment.len, key: segment.key.clone() }
     }
 

@@ -18,7 +18,7 @@
 //! - `held`: the buffers that cached regions keep allocated; `monitors`: monitors of memory
 //! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`:
 //!   flushes of devices; `local`: leases of local memory; `queue`: completion queues
-//! - `endpoint`; `window`; `grant`; `changed`, `sparse`: regions over memory that comes and goes
+//! - `endpoint`; `rail_endpoint`; `window`; `grant`; `changed`, `sparse`: regions over memory that comes and goes
 
 mod asynchronous;
 mod attr;
@@ -41,6 +41,7 @@ mod monitors;
 mod owner;
 mod prefault;
 mod queue;
+mod rail_endpoint;
 mod region;
 mod region_slice;
 mod region_state;
@@ -73,6 +74,7 @@ pub use self::{
     metrics::{DomainMetrics, LatencyHistogram, PathMetrics, RefusalCount},
     monitors::Watch,
     prefault::{Prefault, prefault},
+    rail_endpoint::{RailEndpoint, RailState, RailTransfer, Stripe},
     region::MemoryRegion,
     region_slice::RegionSlice,
     region_state::RegionState,

@@ -316,12 +316,14 @@ impl MemoryRegion {
 
 /// Returns the key of each region, with the NIC that accepts it. The regions are those of one
 /// memory on different NICs.
-pub(super) fn rail_keys(regions: &[MemoryRegion]) -> Result<RailKeys> {
+pub(super) fn rail_keys<'a>(
+    regions: impl IntoIterator<Item = &'a MemoryRegion>,
+) -> Result<RailKeys> {
     let rail = |region: &MemoryRegion| {
         let nic = region.inner.domain.provider_attr.nic.clone();
         Ok(RailKey::new(nic, region.key()?))
     };
-    RailKeys::new(regions.iter().map(rail).collect::<Result<_>>()?)
+    RailKeys::new(regions.into_iter().map(rail).collect::<Result<_>>()?)
 }
 
 /// Closes the regions of a list. Regions that could not be closed stay in the list. Returns the

@@ -42,6 +42,14 @@ impl RegionSlice {
         Ok(Self { segment, access: region.access(), read_only })
     }
 
+    /// Returns a part of the slice. The caller has checked that the part is inside.
+    pub(super) fn part(mut self, offset: u64, len: u64) -> Self {
+        debug_assert!(offset + len <= self.segment.len, "a part outside its slice");
+        self.segment.address.0 += offset;
+        self.segment.len = len;
+        self
+    }
+
     /// Fails if a transfer must not write to the slice, because its memory is promised for reading
     /// only.
     #[inline]
