@@ -55,6 +55,8 @@ pub(super) struct Config {
     /// True if the builder set a maximum number of live regions of a NIC (`attr.max_mr_count`).
     pub(super) limit_regions: bool,
     pub(super) unexpected_bytes: u64,
+    /// The bandwidth of each NIC in bytes per second; 0 for no limit.
+    pub(super) bandwidth: u64,
 }
 
 /// The maximum number of entries in the region table of a NIC, because region indices have 24 bits.
@@ -96,6 +98,7 @@ impl Default for Config {
             max_pinned_bytes: None,
             limit_regions: false,
             unexpected_bytes: 1 << 20,
+            bandwidth: 0,
         }
     }
 }

@@ -38,6 +38,9 @@ fn step_endpoint(endpoint: &Arc<EndpointState>) -> usize {
                 endpoint.put_back(work);
                 break;
             };
+            if let Ok(bytes) = result {
+                endpoint.domain.nic.pace(bytes);
+            }
             endpoint.complete_transmit(&work, result);
             ended += 1;
             if !more {

@@ -3,12 +3,15 @@
 use std::{
     fmt,
     sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    thread,
+    time::{Duration, Instant},
 };
 
 use hmem_core::{
     Error, ErrorKind, Result,
     provider::{NicState, ProviderAttr},
 };
+use parking_lot::Mutex;
 
 use super::{atomic::AtomicLocks, config::Config, regions::Regions};
 
@@ -29,6 +32,8 @@ pub(super) struct Nic {
     /// The number of bytes in registrations that count toward `max_pinned_bytes`. Stays 0 without
     /// that limit.
     pinned: AtomicU64,
+    /// The time at which the NIC has sent all bytes so far. Not used without a bandwidth.
+    sent_at: Mutex<Option<Instant>>,
 }
 
 impl Nic {
@@ -49,6 +54,7 @@ impl Nic {
             last_domain: AtomicU32::new(0),
             registered: AtomicU64::new(0),
             pinned: AtomicU64::new(0),
+            sent_at: Mutex::default(),
         }
     }
 
@@ -67,6 +73,25 @@ impl Nic {
     #[inline]
     pub(super) fn port_is_down(&self) -> bool {
         self.port_down.load(Ordering::Relaxed)
+    }
+
+    /// Sleeps until the NIC has sent `bytes` more bytes at its bandwidth, if it has one.
+    #[inline]
+    pub(super) fn pace(&self, bytes: u64) {
+        if self.config.bandwidth > 0 {
+            self.send_for(bytes);
+        }
+    }
+
+    #[cold]
+    fn send_for(&self, bytes: u64) {
+        let takes = Duration::from_secs_f64(bytes as f64 / self.config.bandwidth as f64);
+        let now = Instant::now();
+        let mut sent_at = self.sent_at.lock();
+        let end = sent_at.map_or(now, |sent_at| sent_at.max(now)) + takes;
+        *sent_at = Some(end);
+        drop(sent_at);
+        thread::sleep(end - now);
     }
 
     /// Returns the number of a new domain. Numbers are not reused.

@@ -268,6 +268,16 @@ impl Builder {
         self
     }
 
+    /// Sets the bandwidth of each NIC in bytes per second. Default: 0, which means no limit.
+    ///
+    /// The bytes of a request count for the NIC of the endpoint that posted it. The thread that
+    /// executes the request sleeps, so NICs are slow independently of each other only with
+    /// [`Progress::Thread`].
+    pub fn bandwidth(mut self, bytes_per_second: u64) -> Self {
+        self.config.bandwidth = bytes_per_second;
+        self
+    }
+
     /// Sets the pages that host regions use after the application mapped their addresses anew.
     /// Default: [`RemapPolicy::Follow`].
     pub fn remap_policy(mut self, policy: RemapPolicy) -> Self {

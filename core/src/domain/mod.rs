@@ -74,7 +74,7 @@ pub use self::{
     metrics::{DomainMetrics, LatencyHistogram, PathMetrics, RefusalCount},
     monitors::Watch,
     prefault::{Prefault, prefault},
-    rail_endpoint::{RailEndpoint, RailState, RailTransfer, Stripe},
+    rail_endpoint::{RailEndpoint, RailState, RailStatus, RailTransfer, Stripe},
     region::MemoryRegion,
     region_slice::RegionSlice,
     region_state::RegionState,

@@ -90,6 +90,18 @@ pub enum RailState {
     Failed(Error),
 }
 
+/// A rail of a [`RailEndpoint`].
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct RailStatus<'a> {
+    /// The local NIC.
+    pub nic: &'a Nic,
+    /// The state of the rail.
+    pub state: &'a RailState,
+    /// The number of bytes that the rail has moved since it was opened.
+    pub bytes: u64,
+}
+
 /// The bytes of a striped write or read.
 #[derive(Debug)]
 pub struct RailTransfer<'a, M: Memory> {
@@ -202,6 +214,8 @@ struct Rail {
     state: RailState,
     /// True once the application has removed or replaced the rail.
     removed: bool,
+    /// The number of bytes of the chunks that have succeeded.
+    bytes: u64,
     weight: i64,
     /// The rail's claim to the next chunk, compared with the other rails'. See [`choose`].
     credit: i64,
@@ -271,6 +285,7 @@ impl RailEndpoint {
             peer: None,
             state: RailState::Open,
             removed: false,
+            bytes: 0,
             weight: self.stripe.weight_of(&nic),
             credit: 0,
             waiting: VecDeque::new(),
@@ -316,10 +331,10 @@ impl RailEndpoint {
         self.close_rail(at)
     }
 
-    /// Returns the NICs of the rails, with the states of the rails.
-    pub fn rails(&self) -> impl Iterator<Item = (&Nic, &RailState)> {
+    /// Returns the rails, in the order in which they were opened.
+    pub fn rails(&self) -> impl Iterator<Item = RailStatus<'_>> {
         let current = self.rails.iter().filter(|rail| !rail.removed);
-        current.map(|rail| (&rail.nic, &rail.state))
+        current.map(|Rail { nic, state, bytes, .. }| RailStatus { nic, state, bytes: *bytes })
     }
 
     /// Starts a write of local bytes to the peer's memory. Its completion has `context`.
@@ -545,7 +560,10 @@ impl RailEndpoint {
         let rail = &mut self.rails[at];
         let Some(chunk) = rail.in_flight.remove(&completion.context) else { return };
         match completion.result {
-            Ok(_) => self.end(chunk, Ok(())),
+            Ok(_) => {
+                rail.bytes += chunk.len;
+                self.end(chunk, Ok(()));
+            }
             Err(error) if ends_rail(&error) => {
                 if chunk.connection == rail.connection {
                     self.fail(at, error.clone());
