@@ -15,6 +15,9 @@ use parking_lot::Mutex;
 
 use super::{atomic::AtomicLocks, config::Config, regions::Regions};
 
+/// The time for which a NIC with a bandwidth sends without a limit after it was idle.
+const BURST: Duration = Duration::from_millis(10);
+
 /// A software NIC, shared by its domains.
 pub(super) struct Nic {
     pub(super) attr: ProviderAttr,
@@ -88,10 +91,13 @@ impl Nic {
         let takes = Duration::from_secs_f64(bytes as f64 / self.config.bandwidth as f64);
         let now = Instant::now();
         let mut sent_at = self.sent_at.lock();
-        let end = sent_at.map_or(now, |sent_at| sent_at.max(now)) + takes;
+        // A thread that sleeps too long sends its next bytes that much faster.
+        let earliest = now.checked_sub(BURST).unwrap_or(now);
+        let free = sent_at.map_or(now, |sent_at| sent_at.max(earliest));
+        let end = free + takes;
         *sent_at = Some(end);
         drop(sent_at);
-        thread::sleep(end - now);
+        thread::sleep(end.saturating_duration_since(now));
     }
 
     /// Returns the number of a new domain. Numbers are not reused.

@@ -19,8 +19,8 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Domain, Error, ErrorKind, RoamingRegion,
-    key_feed::PeerKeys,
+    Access, Domain, Error, ErrorKind, RailEndpoint, RailState, RailTransfer, RoamingRegion, Stripe,
+    key_feed::{KeySubscription, PeerKeys},
     provider::{NicEvent, NicState, Provider},
     transfer::{Completion, Operation},
 };
@@ -35,6 +35,8 @@ trials! {
     deleted_link_ends_a_load_and_leaks_nothing,
     /// LIFE-09
     memory_moves_to_another_device_and_back,
+    /// LIFE-10
+    striped_load_survives_a_deleted_link_and_takes_it_back,
     /// LIFE-08 and LIFE-09
     removed_module_is_a_typed_error_until_it_is_back,
 }
@@ -309,6 +311,116 @@ fn memory_moves_to_another_device_and_back() -> Outcome {
         let memory = region.close().map_err(|it| it.error).expect("close");
         assert_eq!((&memory[..64], &memory[64..]), (&bytes[..], &[1; 4032][..]));
         back.close().expect("close");
+    }
+    bench.assert_nothing_is_left();
+    Ok(())
+}
+
+/// Two memories, on both devices, and transfers between them over one rail for each device.
+struct Striped {
+    rails: RailEndpoint,
+    targets: RailEndpoint,
+    local: RoamingRegion<Vec<u8>>,
+    remote: RoamingRegion<Vec<u8>>,
+    updates: KeySubscription,
+    keys: PeerKeys,
+}
+
+const STRIPED: usize = 256 << 10;
+
+impl Striped {
+    fn new(domains: [&Domain; 2]) -> Self {
+        let memory = || {
+            let region = domains[0].register(vec![0; STRIPED], Access::all()).expect("register");
+            RoamingRegion::new(region).map_err(|it| it.error).expect("publish")
+        };
+        let (local, remote) = (memory(), memory());
+        let stripe = Stripe::chunks(16 << 10).depth(4);
+        let (rails, targets) = (RailEndpoint::new(stripe.clone()), RailEndpoint::new(stripe));
+        let (updates, keys) = (remote.feed().subscribe(), PeerKeys::default());
+        let mut striped = Self { rails, targets, local, remote, updates, keys };
+        domains.into_iter().for_each(|domain| striped.open(domain));
+        striped
+    }
+
+    fn open(&mut self, domain: &Domain) {
+        let nic = &domain.provider_attr().nic.name;
+        self.local.add(domain).expect("register");
+        self.remote.add(domain).expect("register");
+        self.keys.apply(&self.updates.next().expect("keys")).expect("apply");
+        let (from, to) = (self.rails.open(domain), self.targets.open(domain));
+        self.rails.connect(nic, nic, &to.expect("open")).expect("connect");
+        self.targets.connect(nic, nic, &from.expect("open")).expect("connect");
+    }
+
+    fn remove(&mut self, nic: &str) {
+        self.rails.remove(nic).expect("remove");
+        self.targets.remove(nic).expect("remove");
+        self.local.remove(nic).expect("remove");
+        self.remote.remove(nic).expect("remove");
+        self.keys.apply(&self.updates.next().expect("keys")).expect("apply");
+    }
+
+    /// Writes the whole memory, and checks every byte.
+    fn write(&mut self, seed: usize) {
+        let bytes: Vec<_> = (0..STRIPED).map(|at| (at / 7 + at / 256 + seed) as u8).collect();
+        self.local.region().expect("registered").write(0, &bytes).expect("write");
+        let transfer = RailTransfer {
+            local: &self.local,
+            local_offset: 0,
+            remote: &self.keys,
+            remote_offsets: 0..STRIPED as u64,
+            generation: self.keys.generation(),
+        };
+        self.rails.write(&transfer, 7).expect("start");
+        let mut done = Vec::new();
+        assert_eq!(self.rails.wait(&mut done, BOUND), 1, "the transfer ends");
+        assert_eq!(done.remove(0).result.expect("success"), STRIPED as u64);
+        let mut seen = vec![0; STRIPED];
+        self.remote.region().expect("registered").read(0, &mut seen).expect("read");
+        assert!(seen == bytes, "write {seed}");
+    }
+
+    /// Returns the state of a rail, and the bytes that it has moved.
+    fn rail(&self, nic: &str) -> (RailState, u64) {
+        let rail = self.rails.rails().find(|rail| rail.nic.name == nic).expect("a rail");
+        (rail.state.clone(), rail.bytes)
+    }
+}
+
+fn striped_load_survives_a_deleted_link_and_takes_it_back() -> Outcome {
+    let bench = Bench::new()?;
+    {
+        let verbs = Verbs::builder().build().expect("load libibverbs");
+        let (lost, other) = (bench.open(&verbs, 0), bench.open(&verbs, 1));
+        let mut striped = Striped::new([&lost, &other]);
+        let [name, other_name] = &bench.names;
+        (0..3).for_each(|seed| striped.write(seed));
+        assert!(striped.rail(name).1 >= STRIPED as u64 && striped.rail(other_name).1 > 0);
+        let deletion = bench.start_to_delete(0);
+        let mut seed = 3;
+        within_bound("the loss", || {
+            striped.write(seed);
+            seed += 1;
+            matches!(striped.rail(name).0, RailState::Failed(_))
+        });
+        let RailState::Failed(error) = striped.rail(name).0 else { panic!("the rail works") };
+        assert_lost(&error);
+        striped.write(seed);
+        striped.remove(name);
+        lost.close().expect("close the lost domain");
+        drop(verbs.nics().expect("the provider closes its context of the lost device"));
+        wait_for_end(deletion);
+        striped.write(seed + 1);
+        bench.add(0);
+        let back = bench.open(&verbs, 0);
+        striped.open(&back);
+        striped.write(seed + 2);
+        let (state, bytes) = striped.rail(name);
+        assert!(matches!(state, RailState::Working) && bytes == STRIPED as u64 / 2, "{bytes}");
+        drop(striped);
+        back.close().expect("close");
+        other.close().expect("close");
     }
     bench.assert_nothing_is_left();
     Ok(())

@@ -16,6 +16,7 @@
 //! 12. [Containers](containers)
 //! 13. [Porting from libibverbs and libfabric](porting)
 //! 14. [Memory that changes](changing_memory)
+//! 15. [Several NICs](rails)
 
 // The names to which the pages link.
 #[cfg(doc)]
@@ -66,3 +67,6 @@ pub mod porting {}
 
 #[doc = include_str!("changing_memory.md")]
 pub mod changing_memory {}
+
+#[doc = include_str!("rails.md")]
+pub mod rails {}
