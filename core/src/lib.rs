@@ -103,10 +103,10 @@ pub use domain::{
     AnyBits, Atomic, Batch, Borrowed, BorrowedDmaBuf, CacheAttr, CachedBuffer, CachedRegion,
     DeviceBuffer, DmaBuf, Domain, DomainAttr, DomainMetrics, Endpoint, Grant, GrantKind, Growth,
     Items, KeptRaw, LatencyHistogram, Memory, MemoryRegion, OwnedCachedRegion, PathMetrics, Place,
-    Prefault, Promise, RailEndpoint, RailState, RailStatus, RailTransfer, Raw, RefusalCount, Region,
-    RegionCache, RegionLookupHandle, RegionSlice, RegionState, RegionView, Regions, Registrations,
-    Request, RoamingRegion, Scoped, SparsePart, SparseRegion, Stripe, Type1Window, Type2Bind,
-    Type2Kind, Type2Window, Watch, fabric, os_page_sizes, prefault,
+    Prefault, Promise, RailEndpoint, RailState, RailStatus, RailTransfer, Raw, RefusalCount,
+    Region, RegionCache, RegionLookupHandle, RegionSlice, RegionState, RegionView, Regions,
+    Registrations, Request, RoamingRegion, Scoped, SparsePart, SparseRegion, Stripe, Type1Window,
+    Type2Bind, Type2Kind, Type2Window, Watch, fabric, os_page_sizes, prefault,
 };
 pub use error::{
     AttemptSummary, CauseSummary, DriverCode, Errno, Error, ErrorKind, ErrorSummary, ProbableCause,

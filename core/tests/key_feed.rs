@@ -179,3 +179,24 @@ fn updates_that_are_old_foreign_or_altered_are_refused() {
     }
     assert_eq!(peer.generation(), 2);
 }
+
+/// LIFE-03, LIFE-10
+#[test]
+fn part_is_the_same_memory_while_one_nic_keeps_its_key() {
+    let feed = KeyFeed::new().unwrap();
+    let (mut subscription, mut peer) = (feed.subscribe(), PeerKeys::default());
+    let mut publish = |keys: &[(&str, u64)]| {
+        let keys = keys.iter().map(|(nic, number)| rail(nic, 4096, *number)).collect();
+        let keys = RailKeys::new(keys).unwrap();
+        let generation = feed.publish(vec![KeyPart { offset: 0, keys }]).unwrap();
+        peer.apply(&subscription.next().unwrap()).unwrap();
+        let kind_of = |nic: &str| peer.segments(nic, 0..8, 1).map(drop).map_err(|it| it.kind());
+        (generation, kind_of("mlx5_0"), kind_of("mlx5_1"))
+    };
+    let unknown = Err(ErrorKind::InvalidArgument);
+    assert_eq!(publish(&[("mlx5_0", 1), ("mlx5_1", 2)]), (1, Ok(()), Ok(())));
+    assert_eq!(publish(&[("mlx5_1", 2)]), (2, unknown, Ok(())));
+    assert_eq!(publish(&[("mlx5_0", 3), ("mlx5_1", 2)]), (3, Ok(()), Ok(())));
+    let other = Err(ErrorKind::InvalidKey);
+    assert_eq!(publish(&[("mlx5_0", 4), ("mlx5_1", 5)]), (4, other, other));
+}

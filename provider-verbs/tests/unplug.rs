@@ -361,8 +361,8 @@ impl Striped {
         self.keys.apply(&self.updates.next().expect("keys")).expect("apply");
     }
 
-    /// Writes the whole memory, and checks every byte.
-    fn write(&mut self, seed: usize) {
+    /// Writes the whole memory, and checks every byte. Calls `meanwhile` after the start.
+    fn write(&mut self, seed: usize, meanwhile: impl FnOnce()) {
         let bytes: Vec<_> = (0..STRIPED).map(|at| (at / 7 + at / 256 + seed) as u8).collect();
         self.local.region().expect("registered").write(0, &bytes).expect("write");
         let transfer = RailTransfer {
@@ -373,6 +373,7 @@ impl Striped {
             generation: self.keys.generation(),
         };
         self.rails.write(&transfer, 7).expect("start");
+        meanwhile();
         let mut done = Vec::new();
         assert_eq!(self.rails.wait(&mut done, BOUND), 1, "the transfer ends");
         assert_eq!(done.remove(0).result.expect("success"), STRIPED as u64);
@@ -395,27 +396,31 @@ fn striped_load_survives_a_deleted_link_and_takes_it_back() -> Outcome {
         let (lost, other) = (bench.open(&verbs, 0), bench.open(&verbs, 1));
         let mut striped = Striped::new([&lost, &other]);
         let [name, other_name] = &bench.names;
-        (0..3).for_each(|seed| striped.write(seed));
+        (0..3).for_each(|seed| striped.write(seed, || {}));
         assert!(striped.rail(name).1 >= STRIPED as u64 && striped.rail(other_name).1 > 0);
         let deletion = bench.start_to_delete(0);
         let mut seed = 3;
         within_bound("the loss", || {
-            striped.write(seed);
+            // rdma_rxe goes on with the device until its users close it. The event says that it is
+            // lost.
+            striped.write(seed, || {
+                let _state = lost.nic_state();
+            });
             seed += 1;
             matches!(striped.rail(name).0, RailState::Failed(_))
         });
         let RailState::Failed(error) = striped.rail(name).0 else { panic!("the rail works") };
         assert_lost(&error);
-        striped.write(seed);
+        striped.write(seed, || {});
         striped.remove(name);
         lost.close().expect("close the lost domain");
         drop(verbs.nics().expect("the provider closes its context of the lost device"));
         wait_for_end(deletion);
-        striped.write(seed + 1);
+        striped.write(seed + 1, || {});
         bench.add(0);
         let back = bench.open(&verbs, 0);
         striped.open(&back);
-        striped.write(seed + 2);
+        striped.write(seed + 2, || {});
         let (state, bytes) = striped.rail(name);
         assert!(matches!(state, RailState::Working) && bytes == STRIPED as u64 / 2, "{bytes}");
         drop(striped);

@@ -42,8 +42,8 @@ struct Transfers {
 }
 
 impl Transfers {
-    /// Counts completions that were read from the queue, and returns their regions. The caller drops
-    /// the regions after it has released the lock, because a drop can run code of Python.
+    /// Counts completions that were read from the queue, and returns their regions. The caller
+    /// drops the regions after it has released the lock, because a drop can run code of Python.
     fn complete(&mut self, completions: Vec<Completion>) -> Vec<Arc<Held>> {
         let contexts = completions.iter().map(|completion| completion.context);
         let completed = contexts.filter_map(|context| self.in_flight.remove(&context)).collect();
