@@ -258,16 +258,21 @@ struct Crate {
     files: Vec<SourceFile>,
 }
 
-/// Returns the crates of the workspace, without the fake drivers, which only tests load.
+/// Returns the crates of the workspace, without the fake drivers, which only tests load, and that
+/// of the Python package.
 fn crates() -> Vec<Crate> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut found = Vec::new();
-    for package in workspace::packages() {
+    let of_workspace = workspace::packages().into_iter().map(|package| {
         let manifest = Path::new(package["manifest_path"].as_str().expect("a path"));
-        let folder = manifest.parent().expect("a folder").join("src");
+        let folder = manifest.parent().expect("a folder").to_owned();
+        (package["name"].as_str().expect("a name").to_owned(), folder)
+    });
+    let mut found = Vec::new();
+    for (name, folder) in of_workspace.chain([("hmem-python".to_owned(), root.join("python"))]) {
         if folder.starts_with(root.join("tests")) {
             continue;
         }
+        let folder = folder.join("src");
         let roots = ["lib.rs", "main.rs"].map(|name| folder.join(name));
         for file in roots.iter().filter(|file| file.exists()) {
             let text = fs::read_to_string(file).expect("a source file");
@@ -278,7 +283,7 @@ fn crates() -> Vec<Crate> {
         source_files(&folder, &mut paths);
         paths.sort();
         let files = paths.iter().map(|path| SourceFile::read(&folder, path)).collect();
-        found.push(Crate { name: package["name"].as_str().expect("a name").to_owned(), files });
+        found.push(Crate { name, files });
     }
     found.sort_by(|one, other| one.name.cmp(&other.name));
     found

@@ -146,7 +146,9 @@ class Region:
 
     @property
     def valid(self) -> bool:
-        """False once the memory of a cached region was unmapped or freed."""
+        """False once the memory of a cached region was unmapped or freed. Always true without a
+        cache.
+        """
 
     def close(self) -> None:
         """Deregisters the memory, or returns the region to the cache. Raises Error while a transfer

@@ -101,9 +101,11 @@ def test_array_is_held_while_it_is_registered(domain, memory):
     [
         (dict(shape=(8, 8), strides=(64, 4)), "not contiguous"),
         (dict(shape=(8,), strides=(3,)), "not contiguous"),
+        (dict(shape=(8,), strides=(5,)), "not contiguous"),
         (dict(shape=(8,), mask=object()), "mask"),
         (dict(shape=(8,), typestr="nonsense"), "type"),
         (dict(shape=(-1,)), "impossible"),
+        (dict(shape=(8,), data=None), "does not hand out its memory"),
     ],
 )
 def test_arrays_that_cannot_be_described_are_refused(domain, memory, array, reason):
@@ -114,6 +116,13 @@ def test_arrays_that_cannot_be_described_are_refused(domain, memory, array, reas
 
 def test_strides_of_a_contiguous_array_are_accepted(domain, memory):
     domain.register(Array(memory, (8, 4), strides=(16, 4))).close()
+
+
+@pytest.mark.parametrize(("element", "size"), [("|V300", 300), ("<M8[ns]", 8), ("|b1", 1)])
+def test_size_of_an_element_is_that_of_its_type(domain, memory, element, size):
+    """DOOR-05."""
+    with domain.register(Array(memory, (4,), element)) as region:
+        assert region.nbytes == 4 * size
 
 
 def test_read_only_array_gives_peers_only_reads(domain, memory):
@@ -139,3 +148,18 @@ def test_freed_and_foreign_memory_is_refused(domain, driver):
         domain.register(Array(address, (8,)))
     with pytest.raises(hmem.Error, match="freed"):
         domain.register(Array(0, (8,)))
+
+
+def test_cached_region_of_freed_memory_is_invalid_and_not_found_again(driver):
+    """DOOR-06."""
+    with hmem.Hmem(providers=["loopback"]).domain("loopback", cache=True) as domain:
+        pointer = driver.allocate(1 << 21)
+        region = domain.register(Array(pointer, (8,)))
+        driver.free(pointer)
+        assert not region.valid
+        again = driver.allocate(1 << 21)
+        assert again == pointer, "the driver reuses the address"
+        with domain.register(Array(again, (8,))) as current:
+            assert current.valid and current.key != region.key
+        region.close()
+        driver.free(again)

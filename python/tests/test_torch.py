@@ -32,14 +32,15 @@ class ExchangeApi(ctypes.Structure):
     ]
 
 
-def pointer_of(capsule, name):
-    """Takes the tensor out of the capsule of an array."""
-    python = ctypes.pythonapi
-    python.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    arguments = (ctypes.py_object(capsule), ctypes.c_char_p(name))
-    pointer = python.PyCapsule_GetPointer(*arguments)
-    python.PyCapsule_SetName(ctypes.py_object(capsule), USED)
-    return pointer
+# The places of members of `DLManagedTensorVersioned`.
+FLAGS, BITS = 24, 53
+
+
+def pointer(capsule):
+    """Returns the address of the tensor in the capsule of an array."""
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype = ctypes.c_void_p
+    return get(ctypes.py_object(capsule), ctypes.c_char_p(b"dltensor_versioned"))
 
 
 USED = ctypes.c_char_p(b"used_dltensor_versioned")
@@ -49,7 +50,8 @@ USED = ctypes.c_char_p(b"used_dltensor_versioned")
 def export(tensor, out):
     tensor.exports += 1
     capsule = tensor.array.__dlpack__(max_version=(1, 0))
-    out[0] = pointer_of(capsule, b"dltensor_versioned")
+    out[0] = pointer(capsule)
+    ctypes.pythonapi.PyCapsule_SetName(ctypes.py_object(capsule), USED)
     return 0
 
 
@@ -85,6 +87,26 @@ def test_tensors_are_exported_by_the_c_functions_of_their_type(domain, capsule):
     assert sys.getrefcount(array) > references
     region.close()
     assert sys.getrefcount(array) == references
+
+
+@pytest.mark.parametrize(("padded", "size"), [(False, 50), (True, 100)])
+def test_elements_of_half_a_byte_are_packed_unless_the_tensor_pads_them(domain, padded, size):
+    """DOOR-05."""
+
+    class Tensor:
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __dlpack__(self, **_options):
+            capsule = numpy.zeros(100, numpy.uint8).__dlpack__(max_version=(1, 0))
+            tensor = pointer(capsule)
+            flags = ctypes.c_uint64.from_address(tensor + FLAGS)
+            flags.value |= 4 if padded else 0
+            ctypes.c_uint8.from_address(tensor + BITS).value = 4
+            return capsule
+
+    with domain.register(Tensor()) as region:
+        assert region.nbytes == size
 
 
 def test_tensors_of_torch_are_registered(domain):
