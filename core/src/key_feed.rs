@@ -76,8 +76,8 @@ fn check_order(parts: &[PublishedPart]) -> Result<(), &'static str> {
 /// go and be registered again with other keys. The owner publishes all current parts as one list.
 /// Each list that differs from the one before is a new *generation*, numbered from 1.
 ///
-/// A part stays the same memory while at least one NIC keeps its key for it. So the list of a part's
-/// NICs can grow and shrink, and peers may go on with bytes that an older generation named.
+/// A part stays the same memory while at least one NIC keeps its key for it. So the list of a
+/// part's NICs can grow and shrink, and peers may go on with bytes that an older generation named.
 ///
 /// The feed sends nothing itself. The application sends the bytes that [`KeySubscription::wait`]
 /// returns, over any channel. Every update has the complete list, so a peer that misses updates is

@@ -271,8 +271,8 @@ impl Builder {
     /// Sets the bandwidth of each NIC in bytes per second. Default: 0, which means no limit.
     ///
     /// The bytes of a request count for the NIC of the endpoint that posted it. A NIC that was idle
-    /// sends the bytes of up to 10 ms at once. The thread that executes the request sleeps, so NICs are slow independently of each other only with
-    /// [`Progress::Thread`].
+    /// sends the bytes of up to 10 ms at once. The thread that executes the request sleeps, so NICs
+    /// are slow independently of each other only with [`Progress::Thread`].
     pub fn bandwidth(mut self, bytes_per_second: u64) -> Self {
         self.config.bandwidth = bytes_per_second;
         self

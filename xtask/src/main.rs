@@ -87,6 +87,11 @@ const TASKS: &[Task] = &[
         steps: &[step(&["tests/vm/check"])],
     },
     Task {
+        name: "ports",
+        about: "another program's own tests over soft-RoCE, with and without hmem (NAME [FOLDER])",
+        steps: &[step(&["ports/run"])],
+    },
+    Task {
         name: "gpu",
         about: "a report of what an NVIDIA GPU does, as markdown for docs/hardware.md",
         steps: &[step(&["tests/gpu/run"])],

@@ -18,7 +18,8 @@
 //! - `held`: the buffers that cached regions keep allocated; `monitors`: monitors of memory
 //! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`:
 //!   flushes of devices; `local`: leases of local memory; `queue`: completion queues
-//! - `endpoint`; `rail_endpoint`; `window`; `grant`; `changed`, `sparse`: regions over memory that comes and goes
+//! - `endpoint`; `rail_endpoint`: endpoints that share transfers; `window`; `grant`; `changed`,
+//!   `sparse`: regions over memory that comes and goes
 
 mod asynchronous;
 mod attr;

@@ -20,6 +20,10 @@ suite() {
         return
     fi
     [[ ! $no_devices ]] || return 0
+    if [[ $port ]]; then
+        echo "$port"
+        return
+    fi
     if [[ $libfabric ]]; then
         echo "--package hmem-provider-libfabric --test conformance --test endpoints"
         return
@@ -61,7 +65,7 @@ build_tests() {
         devices=devices
         [[ $line != --workspace && $line != "$chosen_packages" && $line != *allocators* ]] || devices=none
         say "building: cargo $verb ${arguments[*]}"
-        (cd "$repository" && { [[ $line != *sideway* ]] || use_sideway_tools; } &&
+        (cd "$repository" && { [[ $line != *sideway* ]] || use_sideway_tools; } && { [[ ! $port ]] || use_port_files; } &&
             cargo $verb --quiet --no-run --message-format=json-render-diagnostics \
             --target-dir "$cargo_folder" "${cargo_target[@]}" "${arguments[@]}") >"$messages" ||
             { say "FAILED: the tests do not build"; exit 1; }
