@@ -321,7 +321,8 @@ impl RailEndpoint {
     }
 
     /// Closes the rail on `nic`. Its chunks are posted again on the other rails. The domain can be
-    /// closed afterwards.
+    /// closed afterwards. Staged transfers in flight keep the rail's queue open until
+    /// [`RailEndpoint::poll`] has read their completions.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] if no rail is open on `nic`.
@@ -371,7 +372,7 @@ impl RailEndpoint {
                 self.read_queue(at, Duration::ZERO);
             }
         }
-        self.rails.retain(|rail| !rail.removed || !rail.in_flight.is_empty());
+        self.drop_removed();
         self.post_waiting();
         let count = self.done.len();
         out.append(&mut self.done);
@@ -601,7 +602,16 @@ impl RailEndpoint {
         for chunk in waiting {
             self.give(chunk, &canceled("the rail was removed"));
         }
+        if !self.rails[at].in_flight.is_empty() {
+            self.read_queue(at, Duration::ZERO);
+        }
+        self.drop_removed();
         Ok(())
+    }
+
+    /// Drops the removed rails all of whose completions have been read, with their queues.
+    fn drop_removed(&mut self) {
+        self.rails.retain(|rail| !rail.removed || !rail.in_flight.is_empty());
     }
 }
 
