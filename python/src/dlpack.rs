@@ -111,12 +111,12 @@ impl Tensor {
         if [CUDA, CUDA_MANAGED, ROCM].contains(&device) {
             options.set_item(intern!(py, "stream"), -1)?;
         }
-        let plain = options.copy()?;
         options.set_item(intern!(py, "max_version"), (MAJOR, 0))?;
         let capsule = match export.call((), Some(&options)) {
             // Libraries from before DLPack 1.0 do not know the argument.
             Err(error) if error.is_instance_of::<PyTypeError>(py) => {
-                export.call((), Some(&plain))?
+                options.del_item(intern!(py, "max_version"))?;
+                export.call((), Some(&options))?
             }
             exported => exported?,
         };
@@ -247,7 +247,8 @@ impl Tensor {
         // SAFETY: DLPack says that the list has one element for each dimension, and that it lives
         // as long as the tensor.
         let shape = unsafe { slice::from_raw_parts(raw.shape, count) };
-        // SAFETY: as for the shape, if the pointer is not null.
+        // SAFETY: DLPack says that a list which is not null has one element for each dimension, and
+        // that it lives as long as the tensor.
         let strides =
             (!raw.strides.is_null()).then(|| unsafe { slice::from_raw_parts(raw.strides, count) });
         (shape, strides)
