@@ -1,4 +1,4 @@
-"""Registers tensors and buffers with RDMA NICs, and keeps the reason for the path of each region."""
+"""Registers tensors and buffers with RDMA NICs, and keeps the reason for each region's path."""
 
 from ._hmem import (  # noqa: F401
     COLLECTIVE,
