@@ -319,6 +319,27 @@ fn port_that_is_up_again_is_taken_back_by_a_connect() {
 
 /// LIFE-10
 ///
+/// Requests of the old connection that fail after the new one is made are moved again, and do not
+/// end the new connection.
+#[test]
+fn rail_can_be_connected_again_in_the_middle_of_a_transfer() {
+    let mut pair = Pair::plain();
+    let bytes = pair.fill(true, 1);
+    pair.start_whole(true).expect("start");
+    pair.rails.poll(&mut Vec::new());
+    let name = pair.targets.open(&pair.domains[1].as_ref().expect("open")[1]).expect("a name");
+    pair.rails.connect(NEAR[1], FAR[1], &name).expect("connect");
+    pair.end().expect("success");
+    assert!(pair.moved(true) == bytes);
+    assert!(pair.failed_nics().is_empty());
+    let before = pair.bytes();
+    pair.start_whole(true).expect("start");
+    pair.end().expect("success");
+    assert!(pair.bytes()[1] - before[1] >= CHUNKS / 2 * CHUNK - 100);
+}
+
+/// LIFE-10
+///
 /// The application takes a rail out of use in the middle of a transfer, and closes the domain.
 #[test]
 fn rail_can_be_removed_in_the_middle_of_a_transfer() {
