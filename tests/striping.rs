@@ -356,6 +356,23 @@ fn rail_can_be_removed_in_the_middle_of_a_transfer() {
     assert_eq!(pair.rails.rails().count(), 1);
 }
 
+/// LIFE-10
+///
+/// The application may use the memory again after the completion, so it comes after the last chunk.
+#[test]
+fn failed_transfer_ends_after_its_last_chunk() {
+    let mut pair = Pair::new(Progress::Thread, &Stripe::chunks(CHUNK).depth(DEPTH));
+    // The peer closes a key without a word, so the second rail's chunks are refused.
+    pair.remote.remove(FAR[1]).expect("remove");
+    let gate = pair.faults.hold(NicCall::Transfer);
+    pair.start_whole(true).expect("start");
+    gate.wait_held();
+    let mut done = Vec::new();
+    assert_eq!(pair.rails.wait(&mut done, Duration::from_millis(200)), 0, "a chunk is in flight");
+    gate.release();
+    assert_eq!(pair.end().expect_err("refused").kind(), ErrorKind::InvalidKey);
+}
+
 fn assert_refused(result: hmem::Result<()>, kind: ErrorKind) -> Error {
     let error = result.expect_err("refused");
     assert_eq!(error.kind(), kind, "{error:#}");
