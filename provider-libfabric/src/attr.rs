@@ -17,8 +17,8 @@ use super::{
 /// Maximum number of ranges in one region. Each range has a registration of its own.
 const RANGES: usize = 32;
 
-/// Core providers whose registrations import dma-bufs. Other providers ignore the flag, and some
-/// then access the memory by its address.
+/// Core providers whose registrations import dma-bufs. Other providers ignore `FI_MR_DMABUF`, and
+/// some of them then access the memory by its address.
 const IMPORTING: [&str; 3] = ["cxi", "efa", "verbs"];
 
 /// The API version since which a registration may name a dma-buf.
@@ -43,7 +43,8 @@ pub(super) struct DomainAttr {
     pub(super) key_size: usize,
     /// The length of the domain's authorization keys in bytes; `None` if it has none.
     pub(super) auth_key_size: Option<NonZero<usize>>,
-    /// True if the program and this provider must not call the domain at the same time.
+    /// True if calls of the domain must not run at the same time: the domain lacks
+    /// `FI_THREAD_SAFE`.
     pub(super) serial: bool,
 }
 
@@ -114,8 +115,8 @@ impl DomainAttr {
         }
     }
 
-    /// Returns the bits of a key number that the provider may choose. The number `u64::MAX` means
-    /// no key, so the highest of 64 bits is not among them.
+    /// Returns a mask of the bits that a key of the provider's choice may have. The mask lacks the
+    /// highest of 64 bits, because the number `u64::MAX` means that there is no key.
     pub(super) fn key_mask(&self) -> u64 {
         match self.key_size {
             bytes @ 1..8 => (1 << (8 * bytes)) - 1,
@@ -124,15 +125,15 @@ impl DomainAttr {
     }
 }
 
-/// Returns the bits of a mode, with FI_MR_BASIC replaced by the bits that it means. libfabric keeps
-/// the bit if the program offers it.
+/// Returns `mr_mode` with FI_MR_BASIC replaced by the bits that it means. libfabric leaves
+/// FI_MR_BASIC in the mode if the program offers it.
 fn without_basic(mr_mode: c_int) -> c_int {
     let all = MrMode::from_bits_retain(mr_mode.unsigned_abs());
     all.effective().bits().cast_signed()
 }
 
-/// Returns the bits that the application must offer. The provider binds and enables regions itself,
-/// so ENDPOINT is missing.
+/// Returns the mode bits that the application must offer. ENDPOINT is not among them, because the
+/// provider binds and enables regions itself.
 fn required(mr_mode: c_int) -> MrMode {
     MrMode::from_bits_truncate(mr_mode.unsigned_abs()).difference(MrMode::ENDPOINT)
 }

@@ -103,7 +103,7 @@ impl FabricDomain {
         Ok(self)
     }
 
-    /// Registers the memory by which peers see that this process lives.
+    /// Registers the memory that peers read to learn if this process still runs.
     fn expose_alive(&self) -> Result<(AliveMemory, Part)> {
         let memory = AliveMemory::new()?;
         let part = self.register_own(memory.range()?, Access::REMOTE_READ | Access::READ)?;
@@ -163,10 +163,13 @@ impl FabricDomain {
     /// Keeps this provider from calling the libfabric domain and its objects, until the guard is
     /// dropped.
     ///
-    /// A program that opened the domain with another model than `FI_THREAD_SAFE` holds the guard
-    /// around each of its own calls of the domain and its objects, unless no other thread registers
-    /// or closes regions. The cache of a domain has a thread that closes regions. With
-    /// `FI_THREAD_SAFE`, and in a domain that this provider opened, the guard does nothing.
+    /// The guard is for programs that opened the domain with another threading model than
+    /// `FI_THREAD_SAFE`. Such a program holds the guard around each of its own calls of the domain
+    /// and its objects. The guard is needless only while no other thread registers or closes
+    /// regions. The cache of a domain has a thread that closes regions.
+    ///
+    /// The guard does nothing if the domain has `FI_THREAD_SAFE`, or if this provider opened the
+    /// domain.
     pub fn lock(&self) -> DomainGuard<'_> {
         self.open.lock_for_program()
     }
@@ -206,7 +209,7 @@ impl FabricDomain {
         Ok(())
     }
 
-    /// Registers one piece. The region is not yet bound and enabled.
+    /// Registers one piece of a request's memory. The registration is not yet bound and enabled.
     fn register_piece(&self, request: &Registration<'_>, piece: &Piece<'_>) -> Result<Part> {
         let open = &*self.open;
         let range = piece.range;
@@ -334,8 +337,8 @@ impl FabricDomain {
     /// Returns libfabric's numbers for the iface and device of a piece.
     ///
     /// # Errors
-    /// Unsupported: libfabric has no number for the iface. The library would use the number as an
-    /// index without a check.
+    /// Unsupported: libfabric has no number for the iface, and the piece is no dma-buf. libfabric
+    /// uses the number as an index without a check, so it must not get an unknown number.
     fn owner_of(&self, request: &Registration<'_>, piece: &Piece<'_>) -> Result<(c_int, u64)> {
         let (iface, device) = match request.memory {
             RegisteredMemory::Device { iface, allocations, .. } => {
@@ -387,7 +390,13 @@ impl FabricDomain {
         Ok(())
     }
 
-    /// Returns the endpoint to which a region must be bound; `None` outside of ENDPOINT mode.
+    /// Returns the endpoint to which the provider binds a new region. Returns `None` if the mode of
+    /// the domain lacks ENDPOINT, or if the application binds the region to an endpoint of this
+    /// domain.
+    ///
+    /// # Errors
+    /// InvalidArgument: the program opened the domain in ENDPOINT mode, and neither `settings` nor
+    /// the builder names an endpoint.
     fn endpoint(&self, settings: Settings) -> Result<Option<EndpointPointer>> {
         if self.open.attr.mr_mode & sys::FI_MR_ENDPOINT == 0 {
             return Ok(None);
@@ -405,8 +414,8 @@ impl FabricDomain {
     }
 }
 
-/// Returns libfabric's bits for the rights. `FabricDomain::check` refused rights that libfabric
-/// cannot express.
+/// Returns libfabric's access bits for `access`. `FabricDomain::check` has refused the rights that
+/// libfabric cannot express.
 fn access_bits(access: Access) -> u64 {
     let mut bits = access.difference(Access::REMOTE_RMA_WRITE | Access::REMOTE_ATOMIC);
     bits.set(Access::REMOTE_WRITE, access.peers_write());
@@ -511,7 +520,10 @@ unsafe impl ProviderDomain for FabricDomain {
 }
 
 impl FabricDomain {
-    /// Returns the endpoints, for the facets that exist only with them.
+    /// Returns the endpoints of the domain.
+    ///
+    /// # Errors
+    /// Unsupported: the program opened the domain, so this provider has no endpoints in it.
     fn own(&self, operation: &'static str) -> Result<&Arc<Transport>> {
         self.transport.as_ref().ok_or_else(|| {
             let why = "use the endpoints of the program that opened the domain";

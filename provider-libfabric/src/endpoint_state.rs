@@ -1,4 +1,4 @@
-//! The state of one endpoint: its peers, its limits, and its parts that wait.
+//! The state of one endpoint: its peers, its limits, and its requests that wait to be posted.
 
 use std::{collections::VecDeque, fs, sync::Arc, time::Instant};
 
@@ -19,7 +19,7 @@ use super::{
     queue::Queue,
 };
 
-/// The transmits or the receives of an endpoint.
+/// The transmit side or the receive side of an endpoint.
 #[derive(Debug)]
 pub(super) struct Side {
     pub(super) queue: Arc<Queue>,
@@ -46,15 +46,17 @@ pub(super) struct Peer {
     /// The index in the address vector.
     pub(super) address: u64,
     pub(super) alive: Option<Alive>,
-    /// The number of parts that libfabric has taken and not ended.
+    /// The number of parts to this peer that are posted and have not ended.
     pub(super) posted: usize,
-    /// The time since which libfabric takes no part, while it has none.
+    /// The time at which libfabric began to refuse parts to this peer with `FI_EAGAIN`. `None`
+    /// while libfabric takes parts.
     pub(super) blocked: Option<Instant>,
-    /// True while a question if the peer lives is in flight.
+    /// True while a liveness check of the peer is in flight (`Engine::ask`).
     pub(super) asked: bool,
-    /// The requests that wait for the answer.
+    /// The numbers of the failed requests that wait for the result of the liveness check.
     pub(super) held: Vec<u64>,
-    /// True if the peer's process ran here when the peer was resolved.
+    /// True if the peer's process ran on this machine when the peer was resolved. The end of such a
+    /// process is detected.
     watched: bool,
 }
 
@@ -65,7 +67,10 @@ impl Peer {
         Self { name, address, alive, posted: 0, blocked: None, asked: false, held, watched }
     }
 
-    /// Refuses a peer that was closed, in this process or with its own process.
+    /// Refuses a peer that is closed.
+    ///
+    /// # Errors
+    /// Unreachable: this process has closed the peer's endpoint, or the peer's process has ended.
     pub(super) fn check_open(&self, hub: &Hub) -> Result<()> {
         if self.is_gone(hub) {
             let why = "resolve the name of an open endpoint: the peer is closed";
@@ -74,7 +79,8 @@ impl Peer {
         Ok(())
     }
 
-    /// Returns true if the peer is certainly closed. Only peers of this machine are known.
+    /// Returns true if the peer is known to be closed. This is known only of endpoints of this
+    /// process, and of processes of this machine that have ended.
     pub(super) fn is_gone(&self, hub: &Hub) -> bool {
         match self.name.family == hub.fellows.family {
             true => !hub.fellows.is_open(self.name.number),
@@ -82,7 +88,8 @@ impl Peer {
         }
     }
 
-    /// Removes the shared memory that a dead process of this machine left behind.
+    /// Removes the shared-memory file that the peer's process left behind. Does nothing unless the
+    /// process ran on this machine and has ended.
     pub(super) fn remove_files(&self) {
         let (process, address) = (self.name.process, &self.name.address);
         let name = address.strip_prefix(b"fi_shm://".as_slice()).unwrap_or(address);
@@ -94,12 +101,13 @@ impl Peer {
     }
 }
 
-/// An entry of the requests that wait, in the order of their posts.
+/// An entry of [`EndpointState::waiting`], which has the order of the posts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waiting {
     /// The slot of a part that libfabric has not taken yet.
     Part(usize),
-    /// The number of a request that names staged memory. It stays here until it ends.
+    /// The number of a request that names staged memory. The entry stays in the list until the
+    /// request ends.
     Staged(u64),
 }
 
@@ -118,7 +126,8 @@ pub(super) struct EndpointState {
     pub(super) waiting: VecDeque<Waiting>,
     /// The receives without a tag that have not ended, in the order of their posts.
     pub(super) receives: VecDeque<u64>,
-    /// The immediate data and lengths of writes that have arrived and wait for a receive.
+    /// The immediate data and the length of each write of a peer that has arrived and waits for a
+    /// receive.
     pub(super) written: VecDeque<(u64, u64)>,
 }
 

@@ -23,8 +23,9 @@ pub(super) fn call(nic: impl ToString, operation: &'static str, returned: c_int)
     Error::new(kind(errno), operation).errno(errno).provider(nic.to_string())
 }
 
-/// Returns the error of a transfer that ended with a negated error number. `verbs` is true if
-/// `prov_errno` is the status of a work completion (`enum ibv_wc_status`) for the number [`EIO`].
+/// Returns the error of a transfer that ended with the negated error number `returned`. `verbs` is
+/// true for a provider over verbs. With the number [`EIO`], `prov_errno` is then the status of a
+/// work completion (`enum ibv_wc_status`).
 pub(super) fn transfer(
     nic: impl ToString,
     returned: c_int,
@@ -54,7 +55,7 @@ pub(super) fn transfer(
     if why.is_empty() { error } else { error.remedy(why) }
 }
 
-/// Numbers below 256 are those of the operating system.
+/// Returns the error kind of a number. Numbers below 256 are those of the operating system.
 fn kind(errno: Errno) -> ErrorKind {
     match errno.0 {
         EKEYREJECTED => ErrorKind::KeyRejected,

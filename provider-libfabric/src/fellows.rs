@@ -11,13 +11,14 @@ use rustc_hash::FxHashSet;
 
 use super::{objects::Objects, open::OpenDomain, part::Slot};
 
-/// The endpoints of this process.
+/// The open endpoints of this process, and the closed ones whose objects are still open.
 ///
-/// Endpoints of the provider `shm` in one process use each other's memory directly: progress of one
+/// Endpoints of the provider `shm` in one process use each other's memory directly. Progress of one
 /// endpoint crashes after another one was closed. So the objects of such endpoints are closed
-/// together, when the last of them closes.
+/// together, when the last endpoint closes.
 pub(super) struct Fellows {
-    /// A random number in the names of these endpoints.
+    /// A random number in the names of this process's endpoints. Names with equal numbers come from
+    /// one process.
     pub(super) family: u64,
     state: Mutex<State>,
 }
@@ -42,7 +43,7 @@ pub(super) struct Closed {
 unsafe impl Send for Closed {}
 
 impl Fellows {
-    /// Returns the value of this process.
+    /// Returns the endpoints of this process, in a value that all domains share.
     pub(super) fn of_process(process: ProcessMark) -> Result<Arc<Self>> {
         // libfabric has one list of these endpoints in a process.
         static FELLOWS: Mutex<Option<(ProcessMark, Arc<Fellows>)>> = Mutex::new(None);
@@ -66,12 +67,13 @@ impl Fellows {
         self.state.lock().open.contains(&number)
     }
 
-    /// Removes an endpoint that is closed.
+    /// Removes an endpoint whose objects are closed.
     pub(super) fn remove(&self, number: u64) {
         self.state.lock().open.remove(&number);
     }
 
-    /// Removes an endpoint whose objects are closed with those of the last endpoint.
+    /// Removes a closed endpoint, and keeps its objects. Closes all kept objects if no endpoint is
+    /// open any more.
     pub(super) fn bury(&self, number: u64, closed: Closed) {
         let closed = {
             let mut state = self.state.lock();

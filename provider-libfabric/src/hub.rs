@@ -23,8 +23,8 @@ use super::{
     sys,
 };
 
-/// Memory that a domain exposes to its peers: a random number, and room for the numbers that the
-/// domain reads from them.
+/// Memory for liveness checks. The first word is a random number that peers read. The other words
+/// receive the numbers that this domain reads from its peers.
 #[derive(Debug)]
 pub(super) struct AliveMemory {
     words: Box<[AtomicU64]>,
@@ -48,7 +48,8 @@ impl AliveMemory {
         self.words[0].load(Ordering::Relaxed)
     }
 
-    /// Returns the word for the answer to the question of this number, with the word's address.
+    /// Returns the word that receives the result of the liveness check `question`, and the word's
+    /// address.
     pub(super) fn answer(&self, question: usize) -> (&AtomicU64, u64) {
         let word = &self.words[1 + question % (Self::WORDS - 1)];
         (word, std::ptr::from_ref(word).expose_provenance() as u64)
@@ -66,10 +67,11 @@ pub(super) struct Hub {
     /// True for a provider that reaches this machine only, through shared memory. Such a provider
     /// does not report the end of a peer.
     pub(super) local_only: bool,
-    /// True for a provider over verbs, which reports the status of work completions. The connection
-    /// has then ended.
+    /// True for a provider over verbs, which reports the status of failed work completions. Such a
+    /// failure ends the connection.
     pub(super) verbs: bool,
-    /// The exposed memory with its registration. `None` if the mode binds regions to endpoints.
+    /// The memory for liveness checks with its registration. `None` in ENDPOINT mode and in RAW
+    /// mode.
     pub(super) alive: Option<(AliveMemory, Part)>,
     pub(super) staging: Staging,
 }
@@ -93,7 +95,7 @@ impl Hub {
         self.open.attr.mr_mode & sys::FI_MR_LOCAL != 0
     }
 
-    /// Returns the exposed region, as peers reach it.
+    /// Returns the memory for liveness checks, as peers reach it.
     pub(super) fn exposed(&self) -> Option<Alive> {
         self.alive.as_ref().map(|(memory, part)| Alive {
             address: part.base,

@@ -53,25 +53,27 @@
 //!   collects the completions of its endpoints.
 //! - A request is cut into parts of one remote range. A part that libfabric does not take yet waits
 //!   in the provider, and progress posts it.
-//! - libfabric's writes with data consume no receive. The provider cancels the peer's next receive
-//!   and reports it as consumed. It has 32 bits of immediate data. Of 64 bits, the upper half
-//!   carries the length. With 32 bits (verbs), libfabric reports the length since 1.18, and such a
-//!   write is refused if it needs several calls.
-//! - Over `verbs`, a refused access ends the connection. libfabric connects again since 1.19; until
-//!   then the endpoint reaches that peer no more.
+//! - Immediate data has 32 bits. libfabric's writes with data consume no receive, so the target's
+//!   provider cancels the next receive and reports it as consumed.
+//! - The target learns the length of a write with immediate data. If libfabric carries 64 bits of
+//!   data, the upper 32 bits carry the length. If libfabric carries 32 bits (verbs), libfabric
+//!   reports the length since 1.18, and a write that needs several calls is refused.
+//! - Over `verbs`, a refused access ends the connection. libfabric 1.19 and later connects again.
+//!   With an earlier libfabric, the endpoint cannot reach that peer any more.
 //! - Providers over TCP end the connection if the target refuses an access, which looks like the
-//!   end of the peer. The name of an endpoint has the key of 8 bytes in its domain. The provider
-//!   reads them after such a failure, and so tells a refusal from a dead peer.
+//!   end of the peer. So the name of each endpoint has a key of 8 bytes in its domain. The provider
+//!   reads these bytes after such a failure: if the read succeeds, the peer has refused the access.
 //! - Peers over shared memory are watched by their process. The shared-memory files of a dead
 //!   process are removed.
 //! - Device memory that libfabric does not reach moves through staging buffers, by
 //!   [`hmem_p2p::staging`]: RMA in chunks, and a message as a whole. A staged request counts once
 //!   for the depth of its endpoint. Peers do not reach such memory, and atomics on it are refused.
-//! - Staged requests keep the order of posts to a peer, and need no order of the NIC. Immediate
-//!   data follows when the other parts of the write have ended. A failed copy cancels the requests
-//!   to the same peer that wait for libfabric behind it.
-//! - In a domain without LOCAL mode, regions have only their remote rights at libfabric, and
-//!   requests no descriptors: `ofi_rxm` turns local rights to remote ones.
+//! - Staged requests keep the order of posts to a peer, even if the NIC keeps none. Immediate data
+//!   is posted when the other parts of the write have ended. A failed copy cancels the requests to
+//!   the same peer that wait behind the staged request.
+//! - In a domain without LOCAL mode, libfabric gets only the remote rights of host memory, and
+//!   requests have no descriptors of it. The reason is `ofi_rxm`, which gives peers the local
+//!   rights too. A region without remote rights gets local rights, and its key is kept from peers.
 //!
 //! # Layers
 //!

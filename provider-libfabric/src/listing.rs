@@ -37,8 +37,8 @@ const API: u32 = sys::version(1, 20);
 /// The API version since which `ofi_rxm` reports the length of a peer's write with data.
 const REPORTED_LENGTHS: u32 = sys::version(1, 18);
 
-/// The mode bits that the provider offers to libfabric. It binds and enables regions for ENDPOINT,
-/// and passes the other bits on to the application.
+/// The mode bits that this crate offers to libfabric. For ENDPOINT, the provider itself binds and
+/// enables the regions. The other bits are up to the application.
 const OFFER: c_int = sys::FI_MR_LOCAL
     | sys::FI_MR_RAW
     | sys::FI_MR_VIRT_ADDR
@@ -50,7 +50,7 @@ const OFFER: c_int = sys::FI_MR_LOCAL
 /// The capabilities that each NIC must have.
 const NEEDED: u64 = sys::FI_MSG | sys::FI_TAGGED | sys::FI_RMA;
 
-/// Core providers that claim to make progress of their own, and accept connections only while the
+/// Core providers that claim to make progress by themselves, but accept connections only while the
 /// application reads completions.
 const CALLED: [&str; 2] = ["net", "tcp"];
 
@@ -77,7 +77,7 @@ impl Drop for InfoList {
     }
 }
 
-/// An entry of a list.
+/// An entry of an [`InfoList`]. The value keeps the whole list allocated.
 #[derive(Clone)]
 pub(super) struct Entry {
     _list: Arc<InfoList>,
@@ -95,7 +95,7 @@ impl Entry {
         unsafe { &*self.info }
     }
 
-    /// Returns the pointer that libfabric's functions take. They do not change the entry.
+    /// Returns the pointer for calls of libfabric, which do not change the entry.
     pub(super) fn as_ptr(&self) -> *mut fi_info {
         self.info
     }
@@ -124,8 +124,9 @@ struct ListedNic {
 }
 
 impl ListedNic {
-    /// Adds an entry with `FI_HMEM`, unless the NIC has one or loses its atomics with it. Domains
-    /// of the NIC have the same mode with and without device memory.
+    /// Sets the entry for device memory (`FI_HMEM`). Ignores a second one, and one whose support of
+    /// atomics differs from that of the plain entry. Then both entries require the mode bits of
+    /// both, so that domains have one mode with and without device memory.
     fn add(&mut self, entry: Entry, mut attr: DomainAttr, hmem: u64) {
         let plain = &mut self.plain.1;
         let atomics = |attr: &DomainAttr| attr.caps & sys::FI_ATOMIC;
@@ -139,7 +140,8 @@ impl ListedNic {
         self.hmem = Some((entry, attr));
     }
 
-    /// Returns the attributes of the NIC: those without device memory, and the paths with it.
+    /// Returns the attributes of the NIC without device memory. Only the imports and the
+    /// registration flags are those with device memory.
     fn attr(&self) -> ProviderAttr {
         let mut attr = self.plain.1.provider_attr.clone();
         if let Some((_, hmem)) = &self.hmem {
@@ -244,8 +246,9 @@ impl Listing {
 
     /// Returns the NICs with RDM endpoints, each once, in libfabric's order.
     ///
-    /// A provider may list a NIC only if more mode bits are offered or fewer capabilities are
-    /// asked for. Entries with fewer mode bits and with atomics come first.
+    /// Some providers list a NIC only if more mode bits are offered, or fewer capabilities are
+    /// asked for. So this function asks several times. It prefers entries with fewer mode bits and
+    /// with atomics.
     fn find(&self, provider: Option<&str>) -> Result<Vec<ListedNic>> {
         let mut nics: Vec<ListedNic> = Vec::new();
         for hmem in [0, sys::FI_HMEM] {
@@ -349,8 +352,8 @@ impl Listing {
         entry.names().map(|names| names.provider).unwrap_or_default()
     }
 
-    /// Returns the error of a plug-in of libfabric that has the name of a provider and cannot be
-    /// loaded. libfabric only logs the error, if logging is on.
+    /// Loads libfabric's plug-in with the name of a provider, and returns the error if that fails.
+    /// libfabric only logs this error, and only if logging is on.
     fn refused_plug_in(&self, provider: &str) -> Option<Error> {
         let folders = match env::var_os(PLUG_INS) {
             Some(path) => path.as_bytes().split(|byte| *byte == b':').map(folder).collect(),
@@ -421,8 +424,8 @@ impl Listing {
     }
 }
 
-/// Returns the folder in one element of [`PLUG_INS`]. libfabric gives `@` and `+` at its start a
-/// meaning.
+/// Returns the folder that one element of [`PLUG_INS`] names, without the prefix `@` or `+` of
+/// libfabric.
 fn folder(element: &[u8]) -> PathBuf {
     let path = element.strip_prefix(b"@").or(element.strip_prefix(b"+")).unwrap_or(element);
     PathBuf::from(OsStr::from_bytes(path))

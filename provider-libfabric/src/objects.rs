@@ -15,7 +15,7 @@ use super::{
 /// Space for the longest address of an endpoint (`fi_getname`), in bytes.
 const ADDRESS: usize = 512;
 
-/// libfabric's objects of an endpoint. Null for an object that is not open.
+/// libfabric's objects of an endpoint. A pointer is null if its object is not open.
 #[derive(Debug)]
 pub(super) struct Objects {
     pub(super) endpoint: *mut fid_ep,
@@ -121,7 +121,10 @@ impl Objects {
         Ok(name)
     }
 
-    /// Closes the objects that are open. The endpoint stays open after an error of its own.
+    /// Closes the objects that are open. Logs the errors of the queue and the address vector.
+    ///
+    /// # Errors
+    /// The error of `fi_close` for the endpoint. All objects are then still open.
     pub(super) fn close(&mut self, open: &OpenDomain) -> Result<()> {
         let objects: [(&str, *mut fid); 3] = [
             ("fi_close(ep)", self.endpoint.cast()),

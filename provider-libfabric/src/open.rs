@@ -35,11 +35,11 @@ pub(super) struct OpenDomain {
     /// Endpoint of regions whose request names none.
     pub(super) endpoint: Option<EndpointPointer>,
     /// Serialises calls of the domain and its objects; used if [`DomainAttr::serial`] is true. A
-    /// thread takes it before the lock of the table of regions, never after.
+    /// thread that needs this lock and that of the table of regions takes this lock first.
     pub(super) lock: ReentrantMutex<()>,
     /// Number of the next key that the provider chooses. Starts at a random number.
     pub(super) next_key: AtomicU64,
-    /// `None` only while the value is dropped.
+    /// The value that keeps the domain open. `None` only during the drop.
     pub(super) owner: Option<Owner>,
     pub(super) process: ProcessMark,
 }
@@ -71,13 +71,14 @@ pub struct DomainGuard<'d> {
 }
 
 impl OpenDomain {
-    /// Takes the lock, if the program opened the domain without FI_THREAD_SAFE.
+    /// Takes the lock, unless the domain was opened with FI_THREAD_SAFE.
     pub(super) fn lock(&self) -> DomainGuard<'_> {
         DomainGuard { _guard: self.attr.serial.then(|| self.lock.lock()) }
     }
 
-    /// Takes the lock like [`Self::lock`] for the program that opened the domain. In a domain of
-    /// this provider the program has no calls, and its endpoints have a lock that comes first.
+    /// Takes the lock like [`Self::lock`], for calls of the program. Takes no lock in a domain that
+    /// this provider opened. There the program makes no calls, and the lock of the endpoints must
+    /// be taken first.
     pub(super) fn lock_for_program(&self) -> DomainGuard<'_> {
         if self.own { DomainGuard { _guard: None } } else { self.lock() }
     }
@@ -179,7 +180,8 @@ impl Drop for Unfinished<'_> {
     }
 }
 
-/// Closes registrations that no table has, and logs those that cannot be closed.
+/// Closes registrations that are in no table of regions. Logs an error with the message `trouble`
+/// for each one that stays open.
 pub(super) fn close_all(open: &OpenDomain, parts: &mut Parts, trouble: &str) {
     while let Some(part) = parts.pop() {
         // SAFETY: the registration is open, and only `parts` had it.

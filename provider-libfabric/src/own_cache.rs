@@ -16,10 +16,10 @@ const CACHING: [&str; 5] = ["cxi", "efa", "lpp", "opx", "verbs"];
 /// The variable that disables the cache of every provider.
 pub(super) const MONITOR: &str = "FI_MR_CACHE_MONITOR";
 
-/// The variable that disables the cache with 0.
+/// The variable that disables the caches of all providers but EFA if its value is 0.
 const MAX_COUNT: &str = "FI_MR_CACHE_MAX_COUNT";
 
-/// The variable that disables the cache of EFA with 0.
+/// The variable that disables the cache of EFA if its value means false ([`is_false`]).
 const EFA_ENABLE: &str = "FI_EFA_MR_CACHE_ENABLE";
 
 /// Returns a description of the registration cache that libfabric has in a domain, or `None` if
@@ -60,7 +60,7 @@ fn is_false(value: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// FAB-12
+    /// FAB-12: the cache is detected if libfabric would create it, and only then.
     #[test]
     fn cache_of_libfabric_is_detected_by_provider_mode_and_variables() {
         let on = |provider, mode, variables: &[(&str, &str)]| {

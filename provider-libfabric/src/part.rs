@@ -18,7 +18,7 @@ use super::{
 };
 
 /// Storage of a part in flight. libfabric uses the first 64 bytes (`fi_context2`), and returns the
-/// address with the completion. The storage of a domain is reused, and freed with the domain.
+/// slot's address with the completion. A domain uses its slots again, and frees them at its end.
 #[repr(C)]
 pub(super) struct Slot {
     context: [u64; 8],
@@ -55,14 +55,14 @@ pub(super) struct AtomicPart {
 /// A part of a request.
 #[derive(Debug)]
 pub(super) struct Part {
-    /// The numbers of the endpoint and of the request in the engine.
+    /// The number of the endpoint in the engine. `request` is the number of the request there.
     pub(super) endpoint: u64,
     pub(super) request: u64,
     /// The peer's index in the address vector. Receives ignore it.
     pub(super) peer: fi_addr_t,
     pub(super) op: PartOp,
     pub(super) local: Vectors,
-    /// True if the call may copy the bytes of a write or a message (`FI_INJECT`).
+    /// True if the post copies the bytes of a write or a message (`FI_INJECT`).
     pub(super) inject: bool,
     /// True once libfabric has taken the part.
     pub(super) posted: bool,
@@ -188,6 +188,8 @@ impl AtomicPart {
         fi_ioc { addr: address, count: bytes / self.datatype.size() as usize }
     }
 
+    /// Posts the atomic. Returns 0 or a negative error number.
+    ///
     /// # Safety
     /// The promises of [`Part::post`].
     unsafe fn post(
@@ -257,8 +259,8 @@ impl AtomicPart {
         }
     }
 
-    /// Returns the largest number of elements of such an atomic at once, or 0 if the endpoint does
-    /// not have the atomic.
+    /// Returns the maximum number of elements of one atomic with this operation and datatype.
+    /// Returns 0 if the endpoint does not support the atomic.
     ///
     /// # Safety
     /// The endpoint is open, and its domain has `FI_ATOMIC`.

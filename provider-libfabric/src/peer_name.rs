@@ -4,12 +4,12 @@ use std::fs;
 
 use hmem_core::{Error, ErrorKind, Result, transfer::EndpointName};
 
-/// The region that each domain exposes for its peers ([`PeerName::alive`]), as a peer reaches it.
+/// The memory that a domain exposes for liveness checks, as a peer reaches it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Alive {
     pub(super) address: u64,
     pub(super) key: u64,
-    /// The number in the region. It differs from that of every other domain.
+    /// The random number in this memory. Each domain has another number.
     pub(super) number: u64,
 }
 
@@ -18,8 +18,8 @@ pub(super) struct Alive {
 pub(super) struct PeerName {
     /// The name of libfabric's provider. Only endpoints of the same provider reach each other.
     pub(super) provider: String,
-    /// The region by which a peer tells a refusal from the end of the endpoint's process. `None` if
-    /// the domain exposes none.
+    /// The memory by which a peer tells a refused access from the end of this endpoint's process.
+    /// `None` if the domain exposes none.
     pub(super) alive: Option<Alive>,
     /// A number that the endpoints of one process share.
     pub(super) family: u64,
@@ -43,8 +43,8 @@ impl Process {
         Self { id, started: Self::started(id).unwrap_or(0) }
     }
 
-    /// Reads the start of a process (`proc_pid_stat(5)`, field 22). `None` if there is no such
-    /// process here, or only a zombie.
+    /// Reads the start time of a process (`proc_pid_stat(5)`, field 22). Returns `None` if this
+    /// machine has no such process, or only a zombie.
     fn started(id: u64) -> Option<u64> {
         let stat = fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
         let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
@@ -53,7 +53,7 @@ impl Process {
         (!matches!(state, "Z" | "X")).then_some(started)
     }
 
-    /// Returns true if this process runs here.
+    /// Returns true if a process with this id and start time runs on this machine.
     pub(super) fn runs(self) -> bool {
         self.started != 0 && Self::started(self.id) == Some(self.started)
     }
@@ -73,7 +73,8 @@ fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     Some(*front)
 }
 
-/// Takes a list of bytes with its length from the front of `bytes`.
+/// Takes a list of bytes from the front of `bytes`. The list follows its length, a number of two
+/// bytes.
 fn take_list(bytes: &mut &[u8]) -> Option<Vec<u8>> {
     let len = u16::from_be_bytes(take(bytes)?);
     let (list, rest) = bytes.split_at_checked(usize::from(len))?;
@@ -99,6 +100,8 @@ impl PeerName {
         EndpointName(bytes)
     }
 
+    /// Decodes the name of an endpoint.
+    ///
     /// # Errors
     /// Malformed: the bytes are not a whole name of this version.
     pub(super) fn decode(name: &EndpointName) -> Result<Self> {

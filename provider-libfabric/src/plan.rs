@@ -25,7 +25,8 @@ pub(super) struct Limits {
     pub(super) inject: u64,
     /// The largest number of calls in flight: transmits and receives.
     pub(super) depths: [usize; 2],
-    /// True if the data of a write has room for its length, beside the 32 bits of the application.
+    /// True if the data that libfabric carries with a write has 64 bits. The upper 32 bits then
+    /// carry the length of the write, and the lower ones the application's immediate data.
     pub(super) carries_lengths: bool,
 }
 
@@ -61,7 +62,7 @@ pub(super) struct LocalList {
     /// The tokens of the regions.
     pub(super) tokens: SmallVec<[u64; 2]>,
     pub(super) bytes: u64,
-    /// True if the CPU may read all bytes at the post.
+    /// True if all bytes are in host memory, where a post may read them with the CPU.
     pub(super) host: bool,
 }
 
@@ -93,12 +94,13 @@ pub(super) fn refuse(kind: ErrorKind, why: &'static str) -> Error {
 }
 
 impl LocalList {
-    /// Translates local segments. `needs_desc` is true in LOCAL mode: each segment then needs a
-    /// descriptor with the right. `is_device` tells if an address without a descriptor is memory
-    /// of a device.
+    /// Translates local segments. `needs_desc` is true in LOCAL mode: each segment then needs the
+    /// descriptor of a region with the right `right`. `is_device` returns true if a segment without
+    /// a descriptor is memory of a device.
     ///
     /// # Errors
-    /// NoRegion, OutOfBounds and AccessDenied, as [`Regions::local`] returns them.
+    /// - NoRegion: a segment without a descriptor needs one.
+    /// - The errors of [`Regions::local`] and `is_device`.
     pub(super) fn new(
         regions: &Regions,
         segments: &[LocalSegment],
@@ -190,8 +192,8 @@ impl LocalList {
     }
 }
 
-/// Translates remote segments, each to one range for each piece of its key. Returns the ranges with
-/// their total length.
+/// Translates remote segments to ranges for libfabric. A segment becomes one range for each piece
+/// of the remote key that it touches. Also returns the total length.
 ///
 /// # Errors
 /// - InvalidArgument: the list is empty.

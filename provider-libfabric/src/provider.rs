@@ -126,9 +126,9 @@ impl Builder {
     /// endpoints. A NIC that libfabric lists for several networks is listed once.
     ///
     /// libfabric's own registration cache is switched off: the call sets the environment variable
-    /// `FI_MR_CACHE_MONITOR` to `disabled` for the time in which libfabric reads it. This has no
-    /// effect if libfabric was in use in this process before. Say so by
-    /// [`Builder::libfabric_cache`] then.
+    /// `FI_MR_CACHE_MONITOR` to `disabled` for the time in which libfabric reads it. The
+    /// variable has no effect if libfabric was in use in this process before. In that case, pass
+    /// true to [`Builder::libfabric_cache`] if libfabric's cache is on.
     ///
     /// # Errors
     /// - Unavailable: the library or one of its symbols cannot be loaded, the library is older than
@@ -334,7 +334,7 @@ pub struct Libfabric {
     source: Source,
 }
 
-/// The origin of the domains.
+/// The NICs or the domain that the provider offers.
 #[derive(Clone)]
 enum Source {
     Listed(Arc<Listing>),

@@ -25,7 +25,7 @@ use smallvec::SmallVec;
 
 use super::sys::{FI_KEY_NOTAVAIL, fid_mr};
 
-/// The rights of requests of the domain's own endpoints.
+/// The rights that a region needs at libfabric for requests of the domain's own endpoints.
 pub(super) const LOCAL_RIGHTS: Access =
     Access::READ.union(Access::WRITE).union(Access::SEND).union(Access::RECV);
 
@@ -148,11 +148,11 @@ impl Regions {
         self.staged.load(Ordering::Acquire) > 0
     }
 
-    /// Returns the staged region of a descriptor, which needs the right `right`. Returns `None` if
-    /// the descriptor names another region, or none.
+    /// Returns the staged region that a descriptor names. Returns `None` if the descriptor names no
+    /// region, or one that is not staged.
     ///
     /// # Errors
-    /// AccessDenied: the region lacks the right.
+    /// AccessDenied: the region lacks the right `right`.
     pub(super) fn staged(
         &self,
         desc: LocalKey,
@@ -185,12 +185,12 @@ impl Regions {
         self.map.read().get(&region.token).ok_or_else(|| unknown(operation)).and_then(read)
     }
 
-    /// Finds the registration of a local segment, which needs the right `right` if `checked` is
-    /// true. Calls `read` with the region and the registration. Returns `None` for no bytes of a
-    /// staged region.
+    /// Finds the registration that contains a local segment, and calls `read` with the region and
+    /// the registration. Checks the right `right` only if `checked` is true. Returns `None` for an
+    /// empty segment of a staged region.
     ///
     /// # Errors
-    /// - Unsupported: the region is staged, which the caller has not expected.
+    /// - Unsupported: the region is staged. Only atomics get here with a staged region.
     /// - NoRegion: the descriptor is not that of a region of this domain.
     /// - OutOfBounds: the segment is not inside one range of its region.
     /// - AccessDenied: the region lacks the right.
@@ -251,7 +251,7 @@ impl Regions {
         self.map.write().insert(token.token, region);
     }
 
-    /// Removes all regions.
+    /// Removes all regions and returns them.
     pub(super) fn take_all(&self) -> impl Iterator<Item = Region> + use<> {
         mem::take(&mut *self.map.write()).into_values()
     }

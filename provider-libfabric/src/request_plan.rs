@@ -22,28 +22,30 @@ pub(super) struct Planned {
     pub(super) bytes: u64,
     pub(super) parts: SmallVec<[(PartOp, Vectors); 1]>,
     pub(super) local: LocalList,
-    /// True if the parts may copy their bytes at the post.
+    /// True for the bytes of a write or a message, which a post may copy.
     pub(super) copies: bool,
 }
 
 impl Planned {
-    /// Returns a value without parts, for a request that is divided later.
+    /// Creates a plan without parts. Its parts are added later, or each chunk gets a plan of its
+    /// own.
     pub(super) fn none(kind: CompletionKind, bytes: u64) -> Self {
         let (parts, local, copies) = (SmallVec::new(), LocalList::default(), false);
         Self { kind, bytes, parts, local, copies }
     }
 }
 
-/// Returns the data that libfabric carries for a write with immediate data. The length goes along
-/// in the upper half, because some providers do not report it. A provider with 4 bytes of data
-/// drops that half, and reports the length.
+/// Returns the data that libfabric carries for a write with immediate data. The upper half is the
+/// length of the write, because some providers do not report it. A provider with 4 bytes of data
+/// drops the upper half, and reports the length.
 fn carried(data: u64, bytes: u64) -> u64 {
     data | (bytes << 32)
 }
 
-/// Returns the immediate data and the length in the data that [`carried`] returned. `reported` is
-/// the length that libfabric reports: that of the last part of the write, or 0.
-/// `carries_lengths` is [`Limits::carries_lengths`](super::plan::Limits::carries_lengths).
+/// Returns the immediate data and the length of a peer's write. The argument `carried` is the data
+/// that libfabric delivered, which the peer made by the function [`carried`]. `reported` is the
+/// length that libfabric reports: that of the last part of the write, or 0. `carries_lengths` is
+/// [`Limits::carries_lengths`](super::plan::Limits::carries_lengths).
 pub(super) fn received(carried: u64, reported: u64, carries_lengths: bool) -> (u64, u64) {
     if !carries_lengths {
         return (carried, reported);
@@ -54,8 +56,8 @@ pub(super) fn received(carried: u64, reported: u64, carries_lengths: bool) -> (u
     (carried & low, bytes)
 }
 
-/// Replaces the length that the parts of a write with immediate data carry by that of the whole
-/// write.
+/// Sets the length that a write with immediate data carries to `bytes`, the length of the whole
+/// write. The parts in `planned` may be those of one chunk.
 pub(super) fn carry_length(planned: &mut Planned, bytes: u64) {
     for (op, _) in &mut planned.parts {
         if let PartOp::Write { data: Some(data), .. } = op {

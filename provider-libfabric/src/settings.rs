@@ -6,7 +6,7 @@ use std::{any::Any, ffi::c_void};
 
 use super::sys::fid;
 
-/// An endpoint of the program.
+/// A pointer to a `fid_ep` that threads may share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct EndpointPointer(pub(super) *mut fid);
 

@@ -30,12 +30,12 @@ use super::{
     settings::EndpointPointer,
 };
 
-/// The longest pause of the progress thread.
+/// The pause of the progress thread after a pass in which no request ended.
 const IDLE: Duration = Duration::from_micros(200);
 
 /// The endpoints of a domain.
 pub(super) struct Transport {
-    /// Declared first: dropping the engine closes the endpoints.
+    /// The endpoints and their requests. Declared first, so that it is dropped before `hub`.
     engine: Mutex<Engine>,
     pub(super) hub: Hub,
     /// The name of libfabric's provider.
@@ -45,7 +45,7 @@ pub(super) struct Transport {
 }
 
 impl Transport {
-    /// Creates the state, with a thread that makes progress if `thread` is true.
+    /// Creates a value without endpoints. Starts a thread that makes progress if `thread` is true.
     pub(super) fn start(hub: Hub, provider: String, thread: bool) -> Result<Arc<Self>> {
         let stop = thread.then(Arc::<AtomicBool>::default);
         let this = Arc::new(Self { engine: Mutex::default(), hub, provider, stop: stop.clone() });
@@ -82,7 +82,8 @@ impl Transport {
         Ok(self.engine.lock().progress(&self.hub))
     }
 
-    /// Waits until no request uses a region, and calls `close` before another request is posted.
+    /// Waits until no request uses the region with this token, and calls `close` before another
+    /// request can be posted.
     pub(super) fn release<T>(&self, token: u64, close: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut engine = self.engine.lock();
         engine.release(&self.hub, token)?;

@@ -22,7 +22,8 @@ use super::{
 /// Number of completions that one call reads.
 const BATCH: usize = 16;
 
-/// Limit for a connection to a peer.
+/// Time limit for libfabric to connect to a peer. A part that waits longer fails with
+/// `FI_ETIMEDOUT`.
 const CONNECT: Duration = Duration::from_secs(10);
 
 // SAFETY: libfabric's objects belong to no thread, and the owner of the value serialises the calls.
@@ -42,9 +43,9 @@ impl Drop for Engine {
 }
 
 impl Engine {
-    /// Posts the waiting parts of an endpoint that libfabric takes now, and advances its staged
-    /// requests. A part that libfabric does not take holds up the later parts to the same peer, so
-    /// that their order is kept.
+    /// Posts as many waiting parts of an endpoint as libfabric takes, and advances the endpoint's
+    /// staged requests. A part that libfabric does not take holds up the later parts to the same
+    /// peer, so that their order is kept.
     pub(super) fn flush(&mut self, hub: &Hub, id: u64) {
         let Some(endpoint) = self.endpoints.get(&id) else { return };
         if endpoint.waiting.is_empty() {
@@ -74,7 +75,8 @@ impl Engine {
         }
     }
 
-    /// Posts a part if libfabric takes it now. Returns true if the part waits on.
+    /// Posts a part if libfabric takes it now. Returns true if the part must wait longer. Adds a
+    /// part that failed or is canceled to `round`.
     pub(super) fn post_part(
         &mut self,
         hub: &Hub,
@@ -146,7 +148,7 @@ impl Engine {
         }
     }
 
-    /// Reads libfabric's completion queue of an endpoint until it is empty.
+    /// Reads the completion queue of an endpoint until it is empty, but at most [`BATCH`] times.
     pub(super) fn poll(&mut self, hub: &Hub, id: u64) {
         const EMPTY: fi_cq_tagged_entry = fi_cq_tagged_entry {
             op_context: ptr::null_mut(),
@@ -211,7 +213,8 @@ impl Engine {
         }
     }
 
-    /// Returns the index of the slot at an address that libfabric returned. Some entries have none.
+    /// Returns the index of the slot at an address that libfabric returned. Returns `None` if the
+    /// address is null, as in some entries, or if the slot has no part.
     pub(super) fn slot_of(&self, context: *mut c_void) -> Option<usize> {
         let slot: *const Slot = context.cast_const().cast();
         // SAFETY: libfabric returns the address of a slot that this engine posted, or null. Slots
@@ -220,7 +223,7 @@ impl Engine {
         self.parts.get(index)?.is_some().then_some(index)
     }
 
-    /// Cancels a posted part. Returns false if libfabric has no such part any more.
+    /// Cancels a posted part. Returns false if libfabric does not cancel it.
     pub(super) fn cancel(&mut self, hub: &Hub, id: u64, index: usize) -> bool {
         let Some(endpoint) = self.endpoints.get(&id) else { return false };
         let object = endpoint.objects.endpoint;
@@ -234,7 +237,8 @@ impl Engine {
         }
     }
 
-    /// Takes the slots that libfabric uses for an endpoint, and puts new ones in their place.
+    /// Returns the slots of an endpoint's posted parts, and puts new slots in their place.
+    /// libfabric uses the returned slots until the endpoint's objects are closed.
     pub(super) fn bury_slots(&mut self, id: u64) -> Vec<*mut Slot> {
         let used = self.parts.iter().enumerate().filter_map(|(index, part)| {
             part.as_ref().is_some_and(|part| part.endpoint == id && part.posted).then_some(index)

@@ -53,23 +53,28 @@ struct Request {
     written: Option<(u64, u64)>,
     /// True for a receive that libfabric no longer cancels, because a message is arriving.
     arriving: bool,
-    /// True if the connection ended with an RMA part: by a refusal, or by the peer's end.
+    /// True if an RMA part failed because the connection ended. A liveness check of the peer then
+    /// finds the reason: a refused access, or the end of the peer.
     suspicious: bool,
-    /// The number of the question, for a request of the engine that asks if the peer lives.
+    /// The number of a liveness check and the time of its start. `None` unless this request is the
+    /// read of a liveness check.
     question: Option<(usize, Instant)>,
-    /// The transfer of a request that names staged memory. Its chunks are requests of their own.
+    /// The transfer of a request that names staged memory. Each chunk of the transfer is a request
+    /// of its own.
     staged: Option<Box<Transfer>>,
     /// The number of chunks in flight of a staged request.
     chunks: usize,
-    /// True once all chunks of a staged request are posted, or its failure has canceled the later
-    /// requests to the peer.
+    /// True once a pass over the waiting requests has found that this staged request has failed or
+    /// has no more chunks to post. After a failure, that pass cancels the later requests to the
+    /// peer.
     settled: bool,
     /// The staged request and the chunk that this request moves; `None` for other requests.
     chunk_of: Option<(u64, u64)>,
 }
 
 impl Request {
-    /// Creates a request of `parts` parts to `peer`, which is `None` for receives.
+    /// Creates a request to `peer`, which is `None` for receives. The request counts one part until
+    /// [`Engine::admit`] sets the number.
     fn new(endpoint: u64, kind: CompletionKind, bytes: u64, peer: Option<usize>) -> Self {
         Self {
             endpoint,
@@ -109,19 +114,20 @@ pub(super) struct Engine {
     pub(super) endpoints: FxHashMap<u64, EndpointState>,
     /// The number of the next endpoint or request.
     next: u64,
-    /// Storage for parts, which libfabric points to while they are in flight.
+    /// Storage for the parts with the same index. libfabric points to the storage of a part in
+    /// flight.
     slots: Vec<*mut Slot>,
-    /// The part in each slot.
+    /// The part in each slot; `None` for a free slot.
     parts: Vec<Option<Part>>,
-    /// The unused slots.
+    /// The indices of the free slots.
     free: Vec<usize>,
     requests: FxHashMap<u64, Request>,
-    /// The number of requests that use a region, by its token.
+    /// The number of requests that use each region. The key of the map is the region's token.
     uses: FxHashMap<u64, usize>,
     questions: usize,
-    /// The number of requests of the application that have ended.
+    /// The number of requests of the application that have ended since the last call of `progress`.
     ended: usize,
-    /// The time of the last look for lost peers.
+    /// The time of the last search for lost peers (`end_lost_peers`).
     looked: Option<Instant>,
     pub(super) closed: bool,
 }
@@ -299,7 +305,7 @@ impl Engine {
         self.part_ended(hub, index, None);
     }
 
-    /// Ends a part with libfabric's negated error number.
+    /// Ends a part that failed. `returned` is libfabric's negated error number.
     fn part_failed(&mut self, hub: &Hub, index: usize, returned: c_int, prov_errno: c_int) {
         let Some(part) = &self.parts[index] else { return };
         let Some(request) = self.requests.get_mut(&part.request) else { return };
@@ -342,8 +348,8 @@ impl Engine {
         }
     }
 
-    /// Ends a request whose parts have ended. If the connection ended with an RMA transfer, the
-    /// request waits for the answer if the peer lives.
+    /// Ends a request whose parts have ended. If the end of a connection made an RMA part fail, the
+    /// request first waits for a liveness check of the peer.
     fn request_ended(&mut self, hub: &Hub, number: u64) {
         let Some(request) = self.requests.get(&number) else { return };
         if request.question.is_some() {
@@ -375,7 +381,7 @@ impl Engine {
         }
     }
 
-    /// Ends a request with its own error, or with its bytes.
+    /// Ends a request with its first error, or with success if it has none.
     fn finish_as_is(&mut self, number: u64) {
         let Some(request) = self.requests.get_mut(&number) else { return };
         let result = match request.error.take() {

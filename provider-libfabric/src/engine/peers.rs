@@ -1,4 +1,8 @@
-//! Peers that end: the questions if a peer lives, and the look at the processes of this machine.
+//! Detection of peers that have ended, by liveness checks and by a look at this machine's
+//! processes.
+//!
+//! A liveness check reads the number that the peer's domain exposes (`PeerName::alive`). If the
+//! read returns this number, the peer's process runs.
 
 use std::{
     mem, ptr,
@@ -22,23 +26,24 @@ use super::{
     Engine, Request,
 };
 
-/// Limit for the answer of a peer that is asked if it lives.
+/// Time limit of a liveness check. A peer without an answer until then counts as lost.
 const ANSWER: Duration = Duration::from_secs(5);
 
-/// Time for a provider to end a connection after a refusal, before the peer counts as lost.
+/// Time during which a failed liveness check is repeated. After a refusal, the provider may still
+/// be ending the old connection.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// Time between two looks for lost peers.
+/// Minimum time between two searches for lost peers.
 const LOOK: Duration = Duration::from_millis(10);
 
 impl Engine {
-    /// Asks if a peer lives, by a read of the region in its name. Returns false if the name has
-    /// none.
+    /// Starts a liveness check of a peer, unless one is in flight. Returns false if this domain or
+    /// the peer's domain exposes no memory for the check.
     pub(super) fn ask(&mut self, hub: &Hub, id: u64, peer: usize) -> bool {
         self.ask_since(hub, id, peer, Instant::now())
     }
 
-    /// Like [`Self::ask`], for a question that was first asked at `since`.
+    /// Like [`Self::ask`], for a liveness check whose first read was posted at `since`.
     fn ask_since(&mut self, hub: &Hub, id: u64, peer: usize, since: Instant) -> bool {
         let Some((memory, own)) = &hub.alive else { return false };
         let Some(endpoint) = self.endpoints.get_mut(&id) else { return false };
@@ -67,7 +72,8 @@ impl Engine {
         true
     }
 
-    /// Ends the requests that waited for a peer's answer.
+    /// Ends a liveness check, and the requests that waited for its result. Repeats a failed check
+    /// instead if its first read was posted less than [`AGAIN`] ago.
     pub(super) fn answered(&mut self, hub: &Hub, number: u64) {
         let Some(request) = self.requests.remove(&number) else { return };
         let (Some(peer), Some((question, asked))) = (request.peer, request.question) else {
@@ -117,7 +123,8 @@ impl Engine {
         }
     }
 
-    /// Ends the requests whose peer has not answered in time.
+    /// Ends the requests that have waited longer than [`ANSWER`] for a liveness check. The peer
+    /// counts as lost.
     pub(super) fn end_old_questions(&mut self, hub: &Hub) {
         let mut silent: SmallVec<[(u64, usize); 1]> = SmallVec::new();
         for request in self.requests.values() {

@@ -1,4 +1,4 @@
-//! Receives: those that a peer's write consumes, and those of a region that is closed.
+//! Cancels receives: those that a peer's write consumes, and those of a region that is closed.
 
 use std::{
     thread,
@@ -13,12 +13,12 @@ use super::{
     Engine, canceled,
 };
 
-/// Limit for the transfers that use a region when the region is closed.
+/// Time for which the close of a region waits for the transfers that use the region.
 const CLOSE: Duration = Duration::from_secs(1);
 
 impl Engine {
-    /// Gives receives to the writes with immediate data that have arrived: cancels them, so that no
-    /// message uses them.
+    /// Lets each write with immediate data that has arrived consume the oldest receive. Cancels
+    /// this receive, so that no message uses it.
     pub(super) fn consume_receives(&mut self, hub: &Hub, id: u64) {
         loop {
             let Some(endpoint) = self.endpoints.get_mut(&id) else { return };

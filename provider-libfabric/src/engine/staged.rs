@@ -1,12 +1,12 @@
 //! Requests that name staged memory.
 //!
-//! Such a request has a place in the order of its endpoint's posts. Each chunk becomes a request of
-//! the engine, and libfabric takes the chunk's parts in that place. Later requests to the same peer
-//! are posted after all chunks.
+//! Such a request keeps its place in the order of its endpoint's posts. Each chunk becomes a
+//! request of the engine. The parts of all chunks are posted before the later requests to the same
+//! peer.
 //!
-//! The provider's order of writes does not matter: the part with the immediate data is posted after
-//! the other parts have ended. A failed copy cancels the later requests to the peer that the
-//! application posted before the failure. So no message announces bytes that were not written.
+//! The NIC need not keep the order of writes: the part with the immediate data is posted after the
+//! other parts have ended. A failed copy cancels the requests to the same peer that wait behind the
+//! staged request. So no message announces bytes that were not written.
 
 use hmem_core::{Result, transfer::CompletionKind};
 use hmem_p2p::staging::{FailedStep, Posted, Transfer};
@@ -22,17 +22,19 @@ use super::{
     Engine, Request, canceled,
 };
 
-/// The results of one pass over the waiting requests of an endpoint. A peer is `None` for receives.
+/// The results of one pass over the waiting requests of an endpoint. In the lists of peers, `None`
+/// stands for the receives.
 #[derive(Default)]
 pub(super) struct Round {
     /// Peers to which no later part is posted in this pass.
     pub(super) blocked: SmallVec<[Option<usize>; 4]>,
-    /// Peers with a staged request that has still to take buffers. Later requests to these peers
-    /// take none in this pass.
+    /// Peers with a staged request that has not yet got all its staging buffers. Later requests to
+    /// these peers take none in this pass.
     unbegun: SmallVec<[Option<usize>; 1]>,
-    /// Peers with a staged request that has failed just now.
+    /// Peers with a staged request that has failed in this pass. Later parts to these peers are
+    /// canceled.
     pub(super) stopped: SmallVec<[Option<usize>; 1]>,
-    /// Slots of parts that libfabric refused, with its error numbers.
+    /// Slots of parts that libfabric refused, each with libfabric's error number.
     pub(super) failed: SmallVec<[(usize, i32); 1]>,
     /// Slots of parts that are canceled because of an earlier failure.
     pub(super) canceled: SmallVec<[usize; 1]>,
@@ -49,8 +51,8 @@ pub(super) enum Turn {
     Never,
 }
 
-/// Returns the turn of a part of `request`. `carries_data` is true for a write's part with the
-/// immediate data, which announces all bytes of the request.
+/// Returns when a part of `request` may be posted. `carries_data` is true for the part of a write
+/// that has the immediate data, which announces all bytes of the request.
 pub(super) fn turn(
     requests: &FxHashMap<u64, Request>,
     request: &Request,
@@ -192,8 +194,8 @@ impl Engine {
         self.request_ended(hub, number);
     }
 
-    /// Fails the staged requests that use a closed region, and waits for their copies. Libfabric
-    /// may still use their staging buffers.
+    /// Fails the staged requests that use a closed region, and waits until their copies have
+    /// stopped. The requests keep the staging buffers that libfabric may still use.
     pub(super) fn abandon_staged(&mut self, hub: &Hub, token: u64) {
         let mut receives: SmallVec<[(u64, u64); 2]> = SmallVec::new();
         for (number, request) in &mut self.requests {
@@ -214,8 +216,8 @@ impl Engine {
         }
     }
 
-    /// Takes the transfers of a closed endpoint whose staging buffers libfabric uses. None of their
-    /// copies is in flight any more.
+    /// Returns the transfers of a closed endpoint that have chunks in flight. Their copies have
+    /// stopped, but libfabric may still use their staging buffers.
     pub(super) fn bury_transfers(&mut self, hub: &Hub, id: u64) -> Vec<Transfer> {
         let used = |request: &&mut Request| request.endpoint == id && request.chunks > 0;
         let transfers = self.requests.values_mut().filter(used).filter_map(|request| {

@@ -1,4 +1,5 @@
-//! The functions that libfabric exports. All others are called through the tables in its objects.
+//! The functions that libfabric exports. All other functions are called through tables in
+//! libfabric's objects.
 
 use std::ffi::{c_char, c_int, c_void};
 

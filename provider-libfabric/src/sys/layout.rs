@@ -23,8 +23,8 @@ use super::{
     transfer::fid_ep,
 };
 
-/// The oldest supported release, `FI_VERSION(1, 17)`. Structs that later releases have enlarged
-/// have the fields of this one, except [`fi_mr_attr`].
+/// The oldest supported release, `FI_VERSION(1, 17)`. Later releases have added fields to some
+/// structs. All structs but [`fi_mr_attr`] have the fields of this release.
 pub const API_VERSION: u32 = version(1, 17);
 
 /// Encodes a version number as the C macro `FI_VERSION` does.
@@ -324,8 +324,8 @@ pub struct fid_mr {
 /// which the domain was opened, so a longer structure suits every version.
 #[repr(C)]
 pub struct fi_mr_attr {
-    /// The ranges. With [`FI_MR_DMABUF`] the address of [`fi_mr_dmabuf`]s. In C this field is a
-    /// union.
+    /// The address of the ranges, or of [`fi_mr_dmabuf`] structs with [`FI_MR_DMABUF`]. In C this
+    /// field is a union.
     pub mr_iov: *const iovec,
     pub iov_count: usize,
     pub access: u64,
@@ -337,13 +337,13 @@ pub struct fi_mr_attr {
     pub iface: c_int,
     /// Device number of the memory, or 0 for host memory. In C this field is a union.
     pub device: u64,
-    /// Since 1.19.
+    /// New in release 1.19.
     pub hmem_data: *mut c_void,
-    /// Since 1.22.
+    /// New in release 1.22.
     pub page_size: usize,
-    /// Since 2.0.
+    /// New in release 2.0.
     pub base_mr: *const fid_mr,
-    /// Since 2.0.
+    /// New in release 2.0.
     pub sub_mr_cnt: usize,
 }
 
