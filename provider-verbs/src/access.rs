@@ -78,8 +78,9 @@ pub enum OptionResult {
 }
 
 impl VerbsOptions {
-    /// Returns each option of this set, and tells if the driver may have ignored it. The set must
-    /// have all options of a successful registration.
+    /// Returns each option of this set, and tells if the driver may have ignored the option. The
+    /// set is all options of one successful registration, because the result for HUGETLB depends on
+    /// ON_DEMAND.
     pub fn results(self) -> impl Iterator<Item = (Self, OptionResult)> {
         self.iter().map(move |option| {
             let result = match option {

@@ -301,8 +301,9 @@ pub(super) fn check_keys(domain: &DomainState, operation: &Operation<'_>) -> Res
 /// Splits a range of a peer's memory into targets that each have one rkey, and adds them to
 /// `targets`. The range's key is a list of pieces: ranges of addresses, each with its rkey.
 ///
-/// If a byte lies outside all pieces, the rest of the range gets the rkey of the bytes before it,
-/// or of the first piece if that byte is the range's first. The peer's NIC then refuses the access.
+/// From the first byte that lies outside all pieces, the rest of the range is one target. Its rkey
+/// is that of the bytes before it, or that of the first piece if no bytes are before it. The peer's
+/// NIC then refuses the access.
 fn targets(
     targets: &mut Vec<SplitTarget>,
     domain: &DomainState,
@@ -316,7 +317,7 @@ fn targets(
     }
 }
 
-/// Does the work of [`targets`]. `pieces` are the ranges to which the key gives access, with rkeys.
+/// Splits `segment` as [`targets`] describes. `pieces` are the pieces of the segment's key.
 fn cut<'a>(
     targets: &mut Vec<SplitTarget>,
     pieces: impl Iterator<Item = &'a RemotePiece> + Clone,

@@ -50,8 +50,8 @@ pub(super) struct QueuePair {
     pub(super) qp: *mut Qp,
     pub(super) port: Port,
     pub(super) cap: QpCap,
-    /// Maximum number of work requests in flight in each direction, which the poster enforces. The
-    /// driver may round up the capacities in `cap`, so they may be larger.
+    /// Maximum number of work requests in flight in each direction. The poster enforces this
+    /// maximum, because the driver may round up the capacities in `cap`.
     pub(super) depth: u32,
     /// Sequence number of the first packet that the queue pair sends.
     psn: u32,
@@ -168,12 +168,13 @@ impl QueuePair {
         self.modify(attr, mask)
     }
 
-    /// Resets the queue pair to the state INIT. The NIC drops requests in flight and writes no
-    /// more completions for them. Completions that it wrote earlier may stay in its queues.
+    /// Resets the queue pair to the state INIT. The NIC drops requests in flight and writes no more
+    /// completions for them. Completions that were written earlier may stay in the completion
+    /// queues.
     ///
-    /// rdma_rxe changes the queue pair of a failed request to the state ERR, but only after the
-    /// completion or the refusal of the request is visible. That change may undo a reset, and the
-    /// change to INIT then fails with EINVAL. The driver makes the change once, so a second reset
+    /// Repeats the reset once for rdma_rxe. Some time after a request has failed or was refused,
+    /// that driver changes the queue pair to the state ERR. If this happens during the reset, the
+    /// change to INIT fails with EINVAL. The driver changes the state once, so the second reset
     /// succeeds.
     pub(super) fn reset(&self) -> Result<()> {
         let attr = QpAttr { qp_state: QpState::IBV_QPS_RESET, ..QpAttr::default() };
@@ -333,8 +334,8 @@ impl Connection {
         Ok(self.open()?.name(self.epoch))
     }
 
-    /// Records that the connection has failed. Only the first call on a connection changes the
-    /// endpoint's name.
+    /// Records that the connection has failed, and changes the endpoint's name. Later calls have no
+    /// effect until the endpoint connects again.
     pub(super) fn note_failure(&mut self) {
         if !self.failed {
             self.failed = true;
@@ -389,7 +390,8 @@ impl Connection {
     }
 
     /// Destroys the queue pair of a device that is lost or whose completion queue failed. Returns
-    /// false if there is none left. After an error the endpoint keeps its queue pair.
+    /// false if the endpoint has no queue pair any more. After an error the endpoint keeps its
+    /// queue pair.
     pub(super) fn destroy(&mut self) -> Result<bool> {
         let Some(pair) = &mut self.pair else { return Ok(false) };
         pair.destroy()?;

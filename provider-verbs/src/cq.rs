@@ -43,7 +43,8 @@ pub(super) struct VerbsCq {
 /// queue, and completions that the application has not read.
 #[derive(Debug)]
 pub(super) struct CqRoom {
-    /// Maximum value of each counter: a number of at most 31 bits.
+    /// Maximum value of each counter: the requested length of the NIC's queue, which has at most 31
+    /// bits.
     most: u64,
     /// The number of used entries in the low 32 bits, and of unread completions in the high 32
     /// bits.
@@ -208,9 +209,9 @@ impl VerbsCq {
         self.channel.is_some()
     }
 
-    /// Returns the fds that a thread watches while it sleeps for completions, with the epoll events
-    /// that wake the thread: the channel's fd, which becomes readable when a request completes
-    /// after [`Self::arm`], and those of the device's events.
+    /// Returns the fds that a thread watches while it sleeps for completions, each with the epoll
+    /// events that wake the thread. The channel's fd becomes readable when a request completes
+    /// after [`Self::arm`]. The others report the events and the loss of the device.
     pub(super) fn watched(
         &self,
     ) -> rustix::io::Result<impl Iterator<Item = (BorrowedFd<'_>, EventFlags)>> {

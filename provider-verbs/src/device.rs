@@ -65,8 +65,8 @@ pub(super) type ForeignOwner = Box<dyn Any + Send + Sync>;
 pub(super) struct OpenDevice {
     pub(super) library: Arc<Library>,
     pub(super) context: *mut Context,
-    /// The application's owner of the context and of a protection domain in the context; `None` if
-    /// the provider opened the context and closes it.
+    /// The application's value that keeps the context and a protection domain in it alive. `None`
+    /// if the provider opened the context and closes it.
     owner: Option<ForeignOwner>,
     pub(super) nic: Nic,
     pub(super) attr: DeviceAttr,
@@ -77,13 +77,14 @@ pub(super) struct OpenDevice {
     pub(super) provider_attr: ProviderAttr,
     /// Types of memory windows that the device supports.
     pub(super) window_types: Vec<WindowType>,
-    /// First request generation of the next endpoint. A generation is a number in a `wr_id`, which
-    /// tells a request from earlier requests with the same table index. A closing endpoint adds the
-    /// number of generations that it used.
+    /// The generation that the first request of the next endpoint gets. A generation is a number in
+    /// a `wr_id`, by which requests that use the same index of the request table one after another
+    /// differ. A closing endpoint adds the number of generations that it used.
     pub(super) generations: AtomicU32,
-    /// The events of the device, and its loss.
+    /// The asynchronous events of the device, and the record of its loss.
     pub(super) life: DeviceLife,
-    /// True if sysfs had the device's node when the context was opened.
+    /// True if sysfs had the device's node when the context was opened. If so, a missing node means
+    /// that the kernel is removing the device.
     had_node: bool,
     /// The process that opened the context. A forked child must neither use nor close the context.
     process: ProcessMark,

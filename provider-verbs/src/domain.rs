@@ -53,7 +53,8 @@ pub struct VerbsDomain {
     pub(super) state: Arc<DomainState>,
     active: Arc<ActiveLanes>,
     fabric: Arc<Fabric>,
-    /// The number of the device's events that `nic_events` has returned or skipped.
+    /// The number of events that the device had at the last call of `nic_events`. The next call
+    /// returns only later events.
     events_read: AtomicU64,
 }
 

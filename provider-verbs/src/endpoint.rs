@@ -414,8 +414,8 @@ impl Endpoint {
     /// the application.
     ///
     /// A receive may report that a peer's message has invalidated a window. The driver crashes if
-    /// this side invalidates that window again. After this call the provider knows the reports, and
-    /// refuses such an invalidation.
+    /// this side invalidates that window again. After this call the provider has seen the reports,
+    /// and refuses such an invalidation.
     fn note_peer_invalidations(&self) -> Result<()> {
         if self.domain.pd.device.is_rxe() {
             self.queues.rx.drain()?;
@@ -562,9 +562,9 @@ impl ProviderEndpoint for Endpoint {
         Ok(self.peer)
     }
 
-    /// Resets the queue pair and connects it to its peer again. The peer's last known name is
-    /// enough: its new name differs only in the number of failures, which no attribute of the queue
-    /// pair depends on.
+    /// Resets the queue pair and connects it to its peer again. The last known name of the peer is
+    /// enough: the peer's new name differs only in the number of failures, and no attribute of the
+    /// queue pair depends on that number.
     fn reconnect(&self) -> Result<()> {
         self.domain.pd.device.check_usable("reconnect")?;
         let peer = {

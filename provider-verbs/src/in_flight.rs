@@ -7,12 +7,13 @@ use parking_lot::Mutex;
 
 use super::window::WindowRequest;
 
-/// Identifier of a request that a lane (a queue of staged transfers) posted.
+/// Identifier of a request that a lane (a queue of staged transfers) posted to the NIC. Such a
+/// request is a chunk of a staged request in the lane, or a whole request of the application.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Token {
-    /// Number of the lane's request that the posted request belongs to.
+    /// Number that the application's request has in the lane.
     pub(super) entry: u64,
-    /// Number of the chunk that the posted request transfers.
+    /// Number of the chunk within the application's request.
     pub(super) chunk: u64,
 }
 
@@ -138,7 +139,8 @@ pub(super) struct RequestTable {
     slots: Vec<Slot>,
     /// Indexes of the free slots.
     free: Vec<u32>,
-    /// Generations (see [`Slot`]) that the table has used. The next request gets the range's end.
+    /// The generations (see [`Slot`]) that requests of this table have had. The next request gets
+    /// `generations.end`.
     generations: Range<u32>,
     /// Numbers of used entries of the send queue and of the receive queue.
     in_use: WorkRequests,
@@ -178,14 +180,12 @@ impl RequestTable {
         wr_id(generation, index)
     }
 
-    /// Applies a work completion.
+    /// Applies a work completion. Does nothing for a request that [`Self::drop_all`] has dropped.
     ///
-    /// The first completion of a request ends the request. A successful request has only one: that
-    /// of its last work request. If an earlier work request fails, all later ones complete too. The
-    /// request uses its slot and its entries of the queues until the completion of its last work
-    /// request.
-    ///
-    /// A completion of a request that [`Self::drop_all`] has dropped has no effect.
+    /// The first completion of a request ends the request. A successful request has only one
+    /// completion: that of its last work request. If an earlier work request fails, all later work
+    /// requests complete too. The slot and the queue entries of the request stay in use until the
+    /// completion of its last work request.
     #[inline]
     pub(super) fn complete(&mut self, wr_id: u64) -> Effect {
         let index = (wr_id & !LAST) as u32;
@@ -212,9 +212,8 @@ impl RequestTable {
     }
 
     /// Ends a request that the driver refused. `posted` is true if the driver posted some of the
-    /// request's work requests. The completions of these may then arrive, but never that of the
-    /// last work request. So the request keeps its slot and its queue entries until
-    /// [`Self::drop_all`].
+    /// request's work requests. Their completions may still arrive, but the last work request never
+    /// completes. So the request keeps its slot and its queue entries until [`Self::drop_all`].
     pub(super) fn withdraw(&mut self, wr_id: u64, posted: bool) {
         self.complete(if posted { wr_id } else { last(wr_id) });
     }
@@ -285,7 +284,7 @@ impl RequestTable {
 pub(super) struct LaneUpdates {
     /// Results of requests that the lane posted. The poster adds them.
     pub(super) ended: Vec<(Token, Result<u64>, Arrival)>,
-    /// The lane cancels its requests with a number below this value, because the application posted
-    /// them on an earlier connection. A reset of the queue pair sets the value; 0 cancels nothing.
+    /// The lane cancels its requests with numbers below this one, because the application posted
+    /// them on an earlier connection. A reset of the queue pair sets this field. 0 cancels nothing.
     pub(super) canceled_before: u64,
 }

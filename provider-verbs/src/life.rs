@@ -39,8 +39,9 @@ const NO_DEVICE: Errno = Errno(19);
 pub(super) struct DeviceLife {
     pub(super) record: NicRecord,
     context: *mut Context,
-    /// True if the provider opened the context. Otherwise the application reads its events, and
-    /// the provider only sees that the kernel has removed the device.
+    /// True if the provider opened the context. In a context that the application opened, the
+    /// application reads the events. The provider then sees only that the kernel has removed the
+    /// device.
     reads_events: bool,
     /// True once the kernel has destroyed every object of the context. Calls that destroy an object
     /// then fail with [`is_gone`](Self::is_gone)'s errno values, although the object is gone.
@@ -65,7 +66,8 @@ impl DeviceLife {
         }
     }
 
-    /// Makes reads of events return at once, if the provider reads them.
+    /// Makes reads of events return at once if there are none. Does nothing if the application
+    /// reads the events.
     pub(super) fn set_nonblocking(&self) -> rustix::io::Result<()> {
         match self.events() {
             Some(fd) if self.reads_events => fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK),
@@ -82,8 +84,9 @@ impl DeviceLife {
         }
     }
 
-    /// Returns the fds that a thread watches while it sleeps for completions, with the epoll events
-    /// that wake the thread. epoll always reports errors too.
+    /// Returns the fds that a thread watches while it sleeps for completions, each with the epoll
+    /// events that wake the thread. Errors of an fd also wake the thread, because epoll always
+    /// reports them.
     pub(super) fn watched(&self) -> rustix::io::Result<[Option<(BorrowedFd<'_>, EventFlags)>; 2]> {
         if self.alarm.get().is_none() {
             let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;

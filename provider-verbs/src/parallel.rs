@@ -13,11 +13,12 @@ use parking_lot::Mutex;
 
 use super::region::{Parts, RegionPart};
 
-/// Minimum number of bytes for each thread: a shorter registration ends before a second CPU starts.
-/// Parts whose length the application chose ([`Parallel::chunk`]) may be shorter.
+/// Minimum number of bytes for each thread. A shorter registration ends before a second CPU starts,
+/// so another thread would gain nothing. The application may choose shorter parts
+/// ([`Parallel::chunk`]).
 const MIN_PARALLEL_LEN: u64 = 64 << 20;
-/// Length of a huge page in bytes. Parts whose length the provider chooses are a multiple of it, or
-/// as long as the device allows.
+/// Length of a huge page in bytes. If the provider chooses the length of the parts, that length is
+/// a multiple of `HUGE`, or the maximum of the device.
 const HUGE: u64 = 2 << 20;
 
 /// Division of one range into parts that are registered separately.
@@ -64,8 +65,8 @@ pub(super) fn cpus() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Calls `one` with the offset and length of each part in `seams`, with at most `threads` calls at
-/// once. Appends the registrations to `parts` in the order of `seams`.
+/// Registers parts with at most `threads` calls of `one` at once. `seams` has the offset and length
+/// of each part, which `one` gets. Appends the registrations to `parts` in the order of `seams`.
 ///
 /// After an error or a panic, `parts` has the registrations made so far.
 pub(super) fn register(

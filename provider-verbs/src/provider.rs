@@ -124,7 +124,7 @@ impl Builder {
 
     /// Sets whether `resolve` connects both sides if the peer is an endpoint of this provider in
     /// this process. If set, a failed completion also makes the provider reconnect both sides.
-    /// Tests and single-process tools can then use endpoints as if they had no connection.
+    /// Tests and single-process tools then call `resolve` on one side only, and never `reconnect`.
     #[must_use]
     pub fn connect_in_process(mut self, connect: bool) -> Self {
         self.domain.connect_in_process = connect;
@@ -283,8 +283,8 @@ struct Inner {
     library: Arc<Library>,
     pcie_mapping_first: Option<bool>,
     options: DomainOptions,
-    /// The application's protection domain ([`Builder::with_pd`]), with the active lanes of its
-    /// device. `None` for a provider that opens devices itself.
+    /// The application's protection domain ([`Builder::with_pd`]), with the nonempty lanes (queues
+    /// of staged transfers) of its device. `None` for a provider that opens devices itself.
     brought: Option<(ProtectionDomain, Arc<ActiveLanes>)>,
     /// Open devices by name. They stay open, because opening a device takes milliseconds and all
     /// domains of a device share its context.
@@ -294,7 +294,7 @@ struct Inner {
     process: ProcessMark,
 }
 
-/// An open device, with the active lanes (queues of staged transfers) of the device's endpoints.
+/// An open device, with the nonempty lanes (queues of staged transfers) of its endpoints.
 #[derive(Clone)]
 struct Device {
     open: Arc<OpenDevice>,

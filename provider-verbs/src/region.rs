@@ -85,8 +85,8 @@ pub(super) struct Region {
     pub(super) windows: BoundWindows,
 }
 
-/// Number of memory windows that are bound to a region or may be bound to it. The number is that of
-/// the existing [`WindowGuard`]s. Unless it is 0, the region is neither deregistered nor changed.
+/// Number of memory windows that are or may be bound to a region: the number of existing
+/// [`WindowGuard`]s. A region with windows is neither deregistered nor changed.
 #[derive(Debug, Default)]
 pub(super) struct BoundWindows(Arc<()>);
 
@@ -117,8 +117,8 @@ pub(super) enum Kind {
     Staged(Arc<StagedRegion>),
     /// The staging buffers of the provider, registered with the NIC.
     Buffers,
-    /// Placeholder in the table while a driver call changes the rights of the region. The thread
-    /// that makes the call holds this lock and the region.
+    /// Placeholder in the table while a thread changes the rights of the region. That thread holds
+    /// the lock during the change, and has the region itself.
     Changing(Arc<Mutex<()>>),
 }
 
@@ -474,11 +474,12 @@ impl Regions {
         }
     }
 
-    /// Returns the region's remote key. Returns `None` in two cases:
+    /// Returns the region's remote key. Returns `None` in three cases:
     ///
-    /// - `handle.key` is that key: the region has one registration under the application's
+    /// - The remote key is `handle.key`: the region has one registration under the application's
     ///   addresses, and the rkey has not changed since [`Regions::insert`].
     /// - The table does not have the region.
+    /// - The region has no registration.
     ///
     /// # Errors
     /// - KeyNotAvailable: the region is staged.

@@ -29,7 +29,8 @@ use super::{
 const REREG: &str = "ibv_rereg_mr";
 type ReregMr = unsafe extern "C" fn(*mut Mr, c_int, *mut Pd, *mut c_void, usize, c_int) -> c_int;
 
-/// Registers memory in the protection domain of a domain, and adds the regions to its table.
+/// Registers memory in the protection domain of a domain, and adds the regions to the domain's
+/// table.
 #[derive(Debug)]
 pub(super) struct Registrar<'a> {
     pub(super) pd: &'a ProtectionDomain,
@@ -172,8 +173,12 @@ impl Registrar<'_> {
     /// Checks that a region can have the address [`Settings::iova`].
     ///
     /// # Errors
-    /// InvalidArgument: ZERO_BASED is set as well, a piece would get another offset in its page
-    /// than at the application's address, or the region would reach past the last address.
+    /// InvalidArgument, in one of these cases:
+    ///
+    /// - The request also has ZERO_BASED.
+    /// - A piece at this address would begin at another offset in a page than in the application's
+    ///   memory.
+    /// - The region would reach past the last address.
     fn check_iova(&self, iova: u64, options: VerbsOptions, pieces: &[Piece<'_>]) -> Result<()> {
         let refuse = |why| {
             Err(self
@@ -456,8 +461,8 @@ impl Registrar<'_> {
 }
 
 /// The registrations that a call of [`Registrar::register_pieces`] has made so far. Dropping the
-/// value deregisters them. This happens after an error or a panic of the progress callback, so that
-/// the caller can free the memory.
+/// value deregisters them, after an error or a panic of the progress callback. The caller can then
+/// free the memory.
 struct Unfinished<'a> {
     pd: &'a ProtectionDomain,
     parts: Parts,

@@ -6,8 +6,8 @@
 //! table of windows is locked.
 //!
 //! No lock of a table is held while the provider waits for the completion of a bind. From before a
-//! bind until the window is unbound, a [`WindowGuard`] keeps the region registered. It belongs to
-//! the request in flight first, and to the window once the bind has succeeded.
+//! bind until the window is unbound, a [`WindowGuard`] keeps the region registered. The request in
+//! flight owns the guard first, and the window owns it once the bind has succeeded.
 
 #![allow(unsafe_code, reason = "calls the library on memory windows")]
 
@@ -52,16 +52,16 @@ struct Window {
     /// allocate a new window.
     mw: *mut Mw,
     kind: WindowType,
-    /// The key that the window has once all posted requests have succeeded. While a call binds a
-    /// type 1 window, this is the key before that bind.
+    /// The key that the window will have if all posted requests succeed. While a call binds a type
+    /// 1 window, this is the key before that bind.
     key: u32,
     /// State of the window according to the completions that were read.
     state: WindowState,
     /// Number of posted binds and invalidations that have not completed. For a type 1 window, the
     /// number is 1 during a call that binds the window.
     posted: u32,
-    /// Number of the queue pair through which the window is bound once all posted requests have
-    /// succeeded; `None` if the window is then free.
+    /// Number of the queue pair through which the window will be bound if all posted requests
+    /// succeed; `None` if the window will be free.
     through: Option<u32>,
     known: Known,
     /// Key that a peer invalidated before the provider read the completion of the key's bind.
@@ -135,8 +135,8 @@ unsafe impl Send for Window {}
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     map: Mutex<HashMap<u64, Window>>,
-    /// Tokens (handles) of the windows, by their keys without the tag (the low 8 bits). Code that
-    /// needs both locks takes the lock of `map` first.
+    /// Tokens (handles) of the windows. The key of the map is a window's key without its low 8
+    /// bits, the tag. Code that needs both locks takes the lock of `map` first.
     by_index: Mutex<HashMap<u32, u64>>,
     /// Token of the next window.
     next: AtomicU64,
@@ -147,8 +147,8 @@ pub(super) struct Windows {
 
 /// The queue pair that binds type 1 windows.
 ///
-/// After a failed bind the provider opens a new queue pair. In the old one the completion of the
-/// failed bind may still arrive, and would be taken for the completion of the next bind.
+/// After a failed bind the provider opens a new queue pair. The completion of the failed bind may
+/// still arrive in the old one, and the provider would take it for the completion of the next bind.
 #[derive(Debug)]
 struct Binder {
     pair: QueuePair,
@@ -528,8 +528,8 @@ pub(super) fn check_part(
 /// Returns the registration in which a bind's range lies, and the range's first address.
 ///
 /// # Errors
-/// - The error of the [`WindowRule`] that the bind violates. At such a bind, a driver would end the
-///   connection or crash.
+/// - The error of the [`WindowRule`] that the bind violates. If such a bind were posted, the driver
+///   would end the connection or crash.
 /// - Unsupported: the device lacks atomics, or the range lies in two registrations.
 fn target<'a>(
     pd: &ProtectionDomain,

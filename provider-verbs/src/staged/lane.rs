@@ -206,8 +206,7 @@ impl Lanes {
         self.hand_out(lane, entries)
     }
 
-    /// Returns true if one of the two lanes has requests and completes to another queue than
-    /// `queue`.
+    /// Returns true if a lane that completes to another queue than `queue` has requests.
     fn is_busy_beside(&self, queue: &Arc<CqState>) -> bool {
         self.send.is_busy() && !Arc::ptr_eq(&self.queues.tx, queue)
             || self.receive.is_busy() && !Arc::ptr_eq(&self.queues.rx, queue)
@@ -216,7 +215,8 @@ impl Lanes {
     /// Advances the requests in both lanes. Returns true if a reader of `queue` must not sleep, for
     /// the reasons of [`ActiveLanes::need_calls`].
     ///
-    /// `others_busy` is true if lanes of other completion queues had requests before this call.
+    /// `others_busy` is true if a lane that completes to another queue had requests before this
+    /// call, and so may hold staging buffers.
     fn need_calls(&self, queue: &Arc<CqState>, others_busy: bool) -> bool {
         [(&self.send, &self.queues.tx), (&self.receive, &self.queues.rx)].into_iter().any(
             |(lane, completes_to)| {
@@ -400,14 +400,15 @@ impl ActiveLanes {
     /// Returns true if a reader of `queue` must not sleep, because a staged transfer advances only
     /// during calls of the application.
     ///
-    /// The NIC wakes the reader for completions of `queue` only. Four things need calls:
+    /// The NIC wakes the reader for completions of `queue` only. Five things need calls:
     ///
     /// - Copies in flight: a copy engine does not announce their end.
     /// - Requests of a lane that completes to `queue` and waits for buffers, while a lane of
-    ///   another queue is busy. That lane may hold the buffers.
-    /// - Requests of a send lane of another queue that are not posted. The peer may wait for them,
-    ///   and their own queue may have no reader.
-    /// - Lanes that another thread is advancing, and lanes that this call could advance.
+    ///   another queue is busy. That other lane may hold the buffers.
+    /// - Requests of a send lane of another queue that are not posted. The peer may wait for these
+    ///   requests, and their own queue may have no reader.
+    /// - A lane that another thread is advancing: that thread may leave work to do.
+    /// - A lane that this call has advanced: there may be more work to do.
     ///
     /// Requests that the NIC processes need no calls. A posted receive may wait for its peer
     /// without limit.

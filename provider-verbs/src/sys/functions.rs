@@ -112,7 +112,7 @@ functions! {
         /// Reads an asynchronous event from the context's fd.
         get_async_event: ibv_get_async_event@"IBVERBS_1.1"
             (context: *mut Context, event: *mut AsyncEvent) -> c_int;
-        /// Acknowledges an event. The destruction of its object waits for that.
+        /// Acknowledges an event. Destroying the object of an event waits for the acknowledgement.
         ack_async_event: ibv_ack_async_event@"IBVERBS_1.1"(event: *mut AsyncEvent);
         create_cq: ibv_create_cq@"IBVERBS_1.1"
             (context: *mut Context, entries: c_int, cq_context: *mut c_void,
