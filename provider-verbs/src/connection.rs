@@ -65,7 +65,7 @@ unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
     /// Creates a reliable-connection (RC) queue pair in the state INIT, for `depth` work requests
-    /// in each direction. They complete to the given completion queues.
+    /// in each direction. The work requests complete to the given completion queues.
     pub(super) fn create(
         pd: &ProtectionDomain,
         (tx, rx): (&VerbsCq, &VerbsCq),
@@ -250,7 +250,7 @@ impl QueuePair {
         )
     }
 
-    /// Destroys the queue pair. After an error the NIC may still process its requests.
+    /// Destroys the queue pair. After an error the NIC may still process the queue pair's requests.
     pub(super) fn destroy(&mut self) -> Result<()> {
         let destroy = self.device.library.functions.destroy_qp;
         // SAFETY: `create` made the queue pair, and it is destroyed once: a destroyed queue pair is
@@ -362,7 +362,7 @@ impl Connection {
     }
 
     /// Resets the queue pair and returns true. Returns false without a reset if the queue pair was
-    /// never connected, so that it keeps the receives that were posted before.
+    /// never connected, because a reset would drop the receives that were posted before.
     pub(super) fn reset(&mut self) -> Result<bool> {
         if self.peer.is_none() {
             return Ok(false);

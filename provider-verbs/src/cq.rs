@@ -59,14 +59,14 @@ pub(super) struct Room(u64);
 impl Room {
     /// No room.
     pub(super) const NONE: Self = Self(0);
-    /// One completion for the application. A request uses this room until the application has read
-    /// the completion, which bounds the memory for unread completions.
+    /// Room for one completion that the application reads. A request uses this room until the
+    /// application has read the completion, so the memory for unread completions is limited.
     pub(super) const COMPLETION: Self = Self(1 << 32);
 
     /// Returns room of `count` entries in the NIC's queue. A request needs one entry for each of
-    /// its work requests, because all of them complete if the request fails. The request uses the
-    /// entries until the provider has read the completion of its last work request from the NIC. So
-    /// the NIC never writes more completions than its queue holds.
+    /// its work requests, because all work requests complete if the request fails. The entries stay
+    /// reserved until the provider has read the completion of the last work request. So the NIC
+    /// never writes more completions than its queue holds.
     pub(super) const fn entries(count: u32) -> Self {
         Self(count as u64)
     }

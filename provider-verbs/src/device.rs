@@ -55,8 +55,9 @@ const RC_ORDER: MsgOrder = MsgOrder::RAR
     .union(MsgOrder::ATOMIC_RAW)
     .union(MsgOrder::ATOMIC_WAW);
 
-/// The value that the application passes to [`Builder::with_pd`](super::Builder::with_pd). It keeps
-/// the application's protection domain and context alive, and dropping it may deallocate them.
+/// The value that the application passes to [`Builder::with_pd`](super::Builder::with_pd). The
+/// value keeps the application's protection domain and context alive. Dropping the value may
+/// deallocate both.
 pub(super) type ForeignOwner = Box<dyn Any + Send + Sync>;
 
 /// An open `ibv_context` and the properties of its device. Every object that is opened in the
@@ -301,10 +302,10 @@ impl OpenDevice {
         Error::new(kind, operation).provider(self.nic.to_string()).remedy(why)
     }
 
-    /// Returns RELAXED_ORDERING, or an empty set if libibverbs is too old for that flag.
+    /// Returns RELAXED_ORDERING, or an empty set if libibverbs lacks `ibv_reg_mr_iova2`.
     ///
-    /// The option never makes a registration fail. `ibv_reg_mr_iova2` drops the flag for a kernel
-    /// without optional access flags, and drivers ignore optional flags that they do not support.
+    /// RELAXED_ORDERING never makes a registration fail. `ibv_reg_mr_iova2` drops optional flags
+    /// for a kernel without them, and drivers ignore optional flags that they do not support.
     pub(super) fn relaxed_ordering(&self) -> VerbsOptions {
         if self.library.functions.reg_mr_iova2.is_some() {
             VerbsOptions::RELAXED_ORDERING
@@ -420,8 +421,8 @@ impl OpenDevice {
     }
 }
 
-/// Closes the context, or drops the application's owner of the context. A forked child does
-/// neither: it leaks the owner, which could deallocate the parent's protection domain.
+/// Closes the context, or drops the application's value that keeps the context open. A forked child
+/// leaks that value instead, because the drop could deallocate the parent's protection domain.
 impl Drop for OpenDevice {
     fn drop(&mut self) {
         match self.owner.take() {

@@ -339,8 +339,8 @@ impl provider::Windows for VerbsDomain {
     }
 
     /// Returns false for rdma_rxe, which checks an access against the bounds of the region, but not
-    /// against those of the window. The provider assumes that all other drivers check both, because
-    /// the InfiniBand specification requires it (C10-75) and no verbs call reports it.
+    /// against the bounds of the window. The provider assumes that all other drivers check both, as
+    /// the InfiniBand specification requires (C10-75). No verbs call reports this.
     fn enforces_bounds(&self) -> bool {
         !self.state.pd.device.is_rxe()
     }

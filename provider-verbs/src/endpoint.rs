@@ -124,7 +124,7 @@ impl fmt::Debug for Queue {
 
 /// The endpoints of one provider in this process. If
 /// [`Builder::connect_in_process`](super::Builder::connect_in_process) is set, an endpoint searches
-/// them for its peer.
+/// for its peer among them.
 #[derive(Debug, Default)]
 pub(super) struct Fabric {
     endpoints: Mutex<Vec<Weak<Endpoint>>>,
@@ -137,7 +137,8 @@ impl Fabric {
         endpoints.push(Arc::downgrade(endpoint));
     }
 
-    /// Ends the requests of all endpoints of a lost device. Returns once they have ended.
+    /// Closes all endpoints of a lost device and ends their requests, as [`Endpoint::abandon`] does
+    /// for one endpoint.
     #[cold]
     pub(super) fn abandon(&self, device: &Arc<OpenDevice>) {
         let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
@@ -168,7 +169,7 @@ pub(super) struct Endpoint {
     lanes: Arc<Lanes>,
     queues: Queues,
     /// Lock that a thread holds while it closes the endpoint, until the endpoint's requests have
-    /// ended. It is locked before all other locks of the endpoint.
+    /// ended. A thread that needs several locks of the endpoint takes this lock first.
     closing: Mutex<()>,
 }
 

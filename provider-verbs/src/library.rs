@@ -23,9 +23,9 @@ pub enum ForkSafety {
     /// [`Builder::build`](super::Builder::build).
     #[default]
     Auto,
-    /// Never calls `ibv_fork_init`. Choose this for applications that do not fork. The default of
-    /// [`Builder::with_pd`](super::Builder::with_pd), because the call affects the whole process,
-    /// and so is left to the owner of the protection domain.
+    /// Never calls `ibv_fork_init`. Choose this for applications that do not fork. This is the
+    /// default of [`Builder::with_pd`](super::Builder::with_pd): the call affects the whole
+    /// process, so the owner of the protection domain decides about it.
     Off,
 }
 
@@ -154,8 +154,8 @@ impl Library {
 }
 
 /// Returns the error for a device that could not be opened. libibverbs reports ENOENT for every
-/// cause. So this function tries to open the device's node, and the error has the errno of that
-/// attempt if it fails, or `errno` otherwise.
+/// cause, so this function tries to open the device's node. If this fails, the error has the errno
+/// of the attempt. Otherwise the error has `errno`.
 fn not_opened(name: &str, errno: Errno) -> Error {
     let node = node(name);
     let opened = node.as_ref().map(|node| File::options().read(true).write(true).open(node));

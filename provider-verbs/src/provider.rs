@@ -124,7 +124,7 @@ impl Builder {
 
     /// Sets whether `resolve` connects both sides if the peer is an endpoint of this provider in
     /// this process. If set, a failed completion also makes the provider reconnect both sides.
-    /// Tests and single-process tools then call `resolve` on one side only, and never `reconnect`.
+    /// Tests and single-process tools then need no coordination of the two sides.
     #[must_use]
     pub fn connect_in_process(mut self, connect: bool) -> Self {
         self.domain.connect_in_process = connect;

@@ -229,9 +229,9 @@ impl Registrar<'_> {
         }
     }
 
-    /// Registers one piece of a region, and appends the registrations to `parts`. There can be
-    /// several if the piece is longer than `self.max`, or if the request asks for parallel calls.
-    /// `base` is the address by which work requests name the first byte of the piece, if the
+    /// Registers one piece of a region, and appends its registrations to `parts`. A piece has
+    /// several registrations if it is longer than `self.max`, or if the request asks for parallel
+    /// calls. `base` is the address by which work requests name the first byte of the piece, if the
     /// request sets one.
     fn register_piece(
         &self,

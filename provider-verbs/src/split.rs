@@ -64,8 +64,8 @@ pub(super) struct Planned {
 }
 
 /// Splits a transfer into work requests of at most `max_sge` local segments and `max_message`
-/// bytes. A work request has one rkey, so another begins where the rkey changes. `local` and
-/// `remote` must have the same number of bytes. A transfer of 0 bytes becomes one empty work
+/// bytes. A work request has one rkey, so a new work request begins where the rkey changes. `local`
+/// and `remote` must have the same number of bytes. A transfer of 0 bytes becomes one empty work
 /// request to the first element of `remote`, or none if `remote` is empty.
 ///
 /// Clears `segments` and `requests`, and fills them with the local segments and the work requests.

@@ -442,8 +442,8 @@ impl Windows {
 
     /// Binds a type 2 window.
     ///
-    /// `post` receives the work request and the window's new key. It must post the work request to
-    /// the queue pair with the number `through`.
+    /// `post` receives the work request and the window's new key. `post` must post the work request
+    /// to the queue pair with the number `through`.
     pub(super) fn bind_type_2(
         &self,
         pd: &ProtectionDomain,
@@ -475,8 +475,8 @@ impl Windows {
 
     /// Invalidates a type 2 window.
     ///
-    /// `post` receives the work request and the window's key. It must post the work request to the
-    /// queue pair with the number `through`.
+    /// `post` receives the work request and the window's key. `post` must post the work request to
+    /// the queue pair with the number `through`.
     pub(super) fn invalidate(
         &self,
         pd: &ProtectionDomain,

@@ -84,7 +84,7 @@ impl Lane {
     }
 
     /// Applies the results and the cancellation in `self.updates` to the requests of the lane, and
-    /// clears `self.updates`. Returns false if it was already clear.
+    /// clears `self.updates`. Returns false if there was nothing to apply.
     fn take_updates(&self, entries: &mut VecDeque<QueuedRequest>) -> bool {
         let LaneUpdates { ended, canceled_before } = std::mem::take(&mut *self.updates.lock());
         for entry in entries.iter_mut().filter(|entry| entry.number < canceled_before) {
