@@ -104,7 +104,7 @@ impl Peer {
 /// An entry of [`EndpointState::waiting`], which has the order of the posts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waiting {
-    /// The slot of a part that libfabric has not taken yet.
+    /// The index of the slot of a part that libfabric has not taken yet.
     Part(usize),
     /// The number of a request that names staged memory. The entry stays in the list until the
     /// request ends.

@@ -1,5 +1,4 @@
-//! The constant parts of a domain with endpoints: its limits, and the region by which peers see
-//! that the process lives.
+//! The constant parts of a domain with endpoints: its limits, and the memory for liveness checks.
 
 use std::sync::{
     Arc,

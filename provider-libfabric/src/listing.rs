@@ -124,9 +124,9 @@ struct ListedNic {
 }
 
 impl ListedNic {
-    /// Sets the entry for device memory (`FI_HMEM`). Ignores a second one, and one whose support of
-    /// atomics differs from that of the plain entry. Then both entries require the mode bits of
-    /// both, so that domains have one mode with and without device memory.
+    /// Sets the entry for device memory (`FI_HMEM`). Ignores a second entry for device memory, and
+    /// one whose support of atomics differs from that of the plain entry. A domain has one mode
+    /// with and without device memory, so both entries get the mode bits of both.
     fn add(&mut self, entry: Entry, mut attr: DomainAttr, hmem: u64) {
         let plain = &mut self.plain.1;
         let atomics = |attr: &DomainAttr| attr.caps & sys::FI_ATOMIC;

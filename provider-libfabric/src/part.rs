@@ -1,4 +1,4 @@
-//! Parts of requests, as libfabric posts them.
+//! Parts of requests. One call of libfabric posts one part.
 
 #![allow(unsafe_code, reason = "calls the tables of an endpoint")]
 
@@ -74,8 +74,9 @@ impl Part {
     /// Posts the part. Returns 0 or a negative error number.
     ///
     /// # Safety
-    /// The endpoint is open, and no other thread calls it unless the domain allows that. The slot
-    /// stays allocated until the completion. Local memory is valid until then, unless `inject`.
+    /// The endpoint is open, and no other thread calls libfabric for the endpoint unless the domain
+    /// allows that. The slot stays allocated until the completion. Local memory is valid until the
+    /// completion, or during the call if `inject` is true.
     pub(super) unsafe fn post(&mut self, endpoint: *mut fid_ep, slot: *mut Slot) -> isize {
         let (context, addr): (*mut c_void, _) = (slot.cast(), self.peer);
         let (iov, desc) = (self.local.ranges.as_ptr(), self.local.descs.as_mut_ptr());

@@ -153,8 +153,8 @@ impl LocalList {
         Ok(vectors)
     }
 
-    /// Cuts an RMA transfer into parts. Each has one remote range, at most `limit` local ranges and
-    /// at most `longest` bytes.
+    /// Cuts an RMA transfer into parts. Each part has one remote range, at most `limit` local
+    /// ranges and at most `longest` bytes.
     pub(super) fn cut(
         &self,
         remote: &[fi_rma_iov],

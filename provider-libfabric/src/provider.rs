@@ -88,7 +88,7 @@ impl Builder {
     }
 
     /// Sets the endpoint to which regions are bound, unless their request names another
-    /// ([`Settings::endpoint`]). It has an effect only in a domain with the mode bit
+    /// ([`Settings::endpoint`]). The setting matters only in a domain with the mode bit
     /// `FI_MR_ENDPOINT`, where a region without an endpoint is refused.
     ///
     /// # Safety
@@ -101,9 +101,9 @@ impl Builder {
         self
     }
 
-    /// Sets whether the domain imports dma-bufs. By default it does if it has `FI_HMEM` and its
-    /// provider is `verbs`, `efa` or `cxi`. A domain that was opened for an API version before 1.20
-    /// imports none in any case.
+    /// Sets whether the domain imports dma-bufs. By default a domain with `FI_HMEM` of the
+    /// providers `verbs`, `efa` and `cxi` imports them. A domain that was opened for an API version
+    /// before 1.20 imports none in any case.
     #[must_use]
     pub fn dma_buf(mut self, imports: bool) -> Self {
         self.listing.overrides.dma_buf = Some(imports);

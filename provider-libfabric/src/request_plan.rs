@@ -22,7 +22,7 @@ pub(super) struct Planned {
     pub(super) bytes: u64,
     pub(super) parts: SmallVec<[(PartOp, Vectors); 1]>,
     pub(super) local: LocalList,
-    /// True for the bytes of a write or a message, which a post may copy.
+    /// True if the request is a write or a message, whose bytes a post may copy.
     pub(super) copies: bool,
 }
 
@@ -71,7 +71,7 @@ pub(super) fn carry_length(planned: &mut Planned, bytes: u64) {
 ///
 /// # Errors
 /// - Unsupported: the operation is an atomic.
-/// - Those of [`LocalMemory::push_staged`], [`Transfer::new`] and [`Regions::staged`].
+/// - The errors of [`LocalMemory::push_staged`], [`Transfer::new`] and [`Regions::staged`].
 ///
 /// [`Regions::staged`]: super::region::Regions::staged
 pub(super) fn stage(
@@ -217,7 +217,7 @@ fn local_list(hub: &Hub, segments: &[LocalSegment], right: Access) -> Result<Loc
     })
 }
 
-/// Plans a write (`writes`) or a read.
+/// Plans a write if `writes` is true, and otherwise a read.
 fn rma(
     hub: &Hub,
     local: LocalList,

@@ -41,7 +41,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Names the endpoint to which the region is bound. It replaces that of
+    /// Names the endpoint to which the region is bound. This endpoint replaces that of
     /// [`Builder::endpoint`](super::Builder::endpoint), and has an effect only in a domain with the
     /// mode bit `FI_MR_ENDPOINT`.
     ///

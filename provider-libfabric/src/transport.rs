@@ -33,7 +33,7 @@ use super::{
 /// The pause of the progress thread after a pass in which no request ended.
 const IDLE: Duration = Duration::from_micros(200);
 
-/// The endpoints of a domain.
+/// The endpoints of a domain, with the state that they share.
 pub(super) struct Transport {
     /// The endpoints and their requests. Declared first, so that it is dropped before `hub`.
     engine: Mutex<Engine>,

@@ -39,7 +39,7 @@ struct Request {
     kind: CompletionKind,
     /// The number of bytes that the completion reports.
     bytes: u64,
-    /// The number of parts that have not ended. 1 for a staged request.
+    /// The number of parts that have not ended. A staged request counts as one part.
     left: usize,
     /// The first error of a part.
     error: Option<Error>,
@@ -114,8 +114,8 @@ pub(super) struct Engine {
     pub(super) endpoints: FxHashMap<u64, EndpointState>,
     /// The number of the next endpoint or request.
     next: u64,
-    /// Storage for the parts with the same index. libfabric points to the storage of a part in
-    /// flight.
+    /// The slots: storage that libfabric points to while a part is in flight. A part has the index
+    /// of its slot.
     slots: Vec<*mut Slot>,
     /// The part in each slot; `None` for a free slot.
     parts: Vec<Option<Part>>,

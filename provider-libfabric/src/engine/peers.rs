@@ -141,7 +141,7 @@ impl Engine {
         }
     }
 
-    /// Ends the requests to peers of this machine that are closed or dead.
+    /// Ends the requests to peers of this machine that are closed, or whose process has ended.
     pub(super) fn end_lost_peers(&mut self, hub: &Hub) {
         if self.requests.is_empty() || self.looked.is_some_and(|at| at.elapsed() < LOOK) {
             return;

@@ -73,8 +73,8 @@ impl Engine {
         self.cancel(hub, id, index)
     }
 
-    /// Waits until no request uses a region: cancels its receives, and makes progress. Staged
-    /// requests that use the region fail at once, because the region is closed.
+    /// Waits until no request uses a region: cancels the receives that use the region, and makes
+    /// progress. Staged requests that use the region fail at once, because the region is closed.
     ///
     /// # Errors
     /// Busy: transfers of the region have not ended in time.
