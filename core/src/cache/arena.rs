@@ -12,8 +12,10 @@ pub(super) use self::mapped::Arena;
 #[cfg(loom)]
 pub(super) use self::modelled::Arena;
 
-/// A type for which zeroed memory is a valid value. The arena of loom's models does not use zeroed
-/// memory: it creates each value by `Default`.
+/// A type for which zeroed memory is a valid value.
+///
+/// Under loom, which tests all thread interleavings of a model, the arena creates each value by
+/// `Default` instead.
 ///
 /// # Safety
 /// All bytes zero must be a valid value, and the type must need no drop.
@@ -40,9 +42,9 @@ mod mapped {
     /// An arena with a fixed capacity. Users of the arena treat index 0 as "none".
     pub(in crate::cache) struct Arena<T> {
         base: NonNull<T>,
-        /// A pointer to the address `tag` values before `base`, for the tag that [`Arena::tag`]
-        /// sets (0 by default). This pointer plus a tagged index is the address of the value with
-        /// that index.
+        /// A pointer that lies `tag` values before `base`; `tag` is 0 until [`Arena::tag`] sets it.
+        /// Adding a tagged index (index plus tag) to this pointer gives the address of the index's
+        /// value.
         tagged: *const T,
         /// The reserved addresses, from `base` on.
         mapping: Mapping,

@@ -15,8 +15,8 @@ use crate::{
     monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, TokenIssuer},
 };
 
-/// The number of entries for which a cache has memory beyond its limit. Invalidated entries use
-/// this memory until they are freed, because the limit does not count them.
+/// The number of spare entries: a cache has memory for this many entries more than its limit
+/// allows. The limit does not count invalidated entries, which use memory until they are freed.
 #[cfg(not(loom))]
 const SPARE_ENTRIES: usize = 4096;
 #[cfg(loom)]
@@ -41,9 +41,8 @@ pub(super) struct CacheCore<S: CacheBackend> {
     pub(super) active_invalidations: CachePadded<ActiveInvalidations>,
     pub(super) state: CachePadded<Mutex<LockedState<S>>>,
     pub(super) in_flight: CachePadded<InFlightCounter>,
-    /// A condition variable, used with the lock of `state`. Notified when a registration for which
-    /// a thread waits has ended, and when deregistrations have ended while a thread or a callback
-    /// waits for deregistrations.
+    /// A condition variable, used with the lock of `state`. Threads wait on it for the end of
+    /// another thread's registration, and for the end of deregistrations.
     pub(super) ended: Condvar,
     pub(super) counters: CachePadded<Counters>,
     pub(super) waker: Waker,
@@ -165,9 +164,11 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Begins an invalidation of the pages that contain a byte of the range, and returns its slot.
-    /// Invalidates the entries that overlap these pages. New entries are invalidated too until the
-    /// invalidation ends. An empty range affects only new entries, of the page in which the range
-    /// starts.
+    /// Invalidates the entries that overlap these pages. Until the invalidation ends, new entries
+    /// that overlap these pages are invalidated too.
+    ///
+    /// For an empty range, no existing entry is invalidated. The only page is then the one in which
+    /// the range starts.
     fn start_invalidation(&self, range: AddressRange, cause: InvalidationCause) -> u32 {
         let (start, last) = whole_pages(range);
         let slot = self.publish(start, last, cause);
@@ -199,8 +200,9 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 }
 
-/// Returns the first and last address of the pages that contain a byte of a range, or of the page
-/// in which an empty range starts. The kernel frees whole pages, of the size that this machine has.
+/// Returns the first and last address of the pages that contain a byte of a range. For an empty
+/// range, these are the bounds of the page in which the range starts. The page size is that of this
+/// machine, because the kernel frees memory by whole pages.
 fn whole_pages(range: AddressRange) -> (u64, u64) {
     let within = rustix::param::page_size() as u64 - 1;
     let last = range.start().0.saturating_add(range.len().saturating_sub(1));

@@ -86,8 +86,10 @@ impl Gate {
         }
     }
 
-    /// Undoes one call of [`Gate::close`]. The gate is open again when all calls are undone. Does
-    /// nothing in a forked child, which may undo a call that its parent made before the fork.
+    /// Undoes one call of [`Gate::close`]. The gate is open again when all calls are undone.
+    ///
+    /// Does nothing in a forked child, where the gate stays closed. The fork may have come between
+    /// the two calls of a pair, so that the child calls `open` alone.
     pub(super) fn open(&self) {
         if !self.is_forked() {
             self.word.fetch_sub(CLOSE, Ordering::SeqCst);

@@ -190,13 +190,19 @@ impl<S: CacheBackend> Cache<S> {
     }
 
     /// Invalidates like [`Cache::invalidate`], and calls `callback` when all entries of the range
-    /// are deregistered and the cache has no other deregistration in flight, whatever its range.
-    /// The entries of the range include those that were invalidated earlier, and those with a
-    /// deregistration in flight, but not those that the backend already refused to deregister.
+    /// are deregistered and the cache has no other deregistration in flight, in any range.
     ///
-    /// The thread that ends the last of these deregistrations calls `callback`. The calling thread
-    /// calls it at once if there is no such deregistration, if the range is empty, or in a forked
-    /// child. The drop of the cache calls it even if the backend refuses to deregister an entry. A
+    /// The callback waits also for entries of the range that were invalidated earlier or are being
+    /// deregistered. It does not wait for entries that the backend already refused to deregister.
+    ///
+    /// The thread that ends the last awaited deregistration calls `callback`. The calling thread
+    /// calls it at once in these cases:
+    ///
+    /// - No deregistration is awaited.
+    /// - The range is empty.
+    /// - The process is a forked child.
+    ///
+    /// The drop of the cache calls `callback` even if the backend refuses to deregister an entry. A
     /// panic of `callback` is caught and logged.
     pub fn invalidate_with_callback(
         &self,

@@ -65,7 +65,7 @@ impl InvalidationSlot {
     }
 
     /// Returns the cause of the slot's invalidation if the slot's range overlaps the addresses from
-    /// `start` to `last`. A range that ends at `u64::MAX` counts as all addresses.
+    /// `start` to `last`. Treats a slot whose last address is `u64::MAX` as one for all addresses.
     fn overlapping(&self, start: u64, last: u64) -> Option<InvalidationCause> {
         let other_last = self.last.load(Ordering::Acquire);
         let other_start = self.start.load(Ordering::Relaxed);
@@ -78,12 +78,12 @@ impl InvalidationSlot {
 
 /// The ranges of the invalidations in progress, in a fixed number of slots.
 ///
-/// An invalidation claims a preferred slot, which the address of the thread's stack selects. If
-/// that slot is claimed, the invalidation claims an overflow slot by setting the slot's bit. If no
-/// slot is free, the invalidation counts as one of all memory.
+/// An invalidation claims the preferred slot of its thread, which the address of the thread's stack
+/// selects. If that slot is claimed already, the invalidation claims an overflow slot. If no slot
+/// is free, the invalidation counts as one of all memory.
 ///
-/// A plain store releases a preferred slot. Releasing an overflow slot needs an atomic exchange,
-/// which stalls after a system call.
+/// Preferred slots are cheaper to release. That needs a plain store. Releasing an overflow slot
+/// needs an atomic exchange, which is slow just after a system call such as `munmap`.
 #[derive(Debug)]
 pub(super) struct ActiveInvalidations {
     preferred: [InvalidationSlot; PREFERRED],
@@ -108,8 +108,8 @@ impl ActiveInvalidations {
     /// its slot. The caller must then issue a fence, invalidate the entries that overlap these
     /// addresses, and call [`ActiveInvalidations::end`] once.
     ///
-    /// The exchange that claims a slot publishes an invalidation of all addresses. The stores after
-    /// the exchange narrow the invalidation to the range.
+    /// A slot stands for all addresses from the moment in which it is claimed. The stores after
+    /// that narrow it to the range.
     #[inline]
     pub(super) fn begin(&self, start: u64, last: u64, cause: InvalidationCause) -> u32 {
         let here = 0_u8;
@@ -174,9 +174,10 @@ impl ActiveInvalidations {
     }
 
     /// Returns the cause of an invalidation in progress that overlaps the addresses from `start` to
-    /// `last`, or `None`. Returns `Unmap` while an invalidation without a slot is in progress. The
-    /// caller must first insert its entry into the table, where invalidations search, and issue a
-    /// fence.
+    /// `last`, or `None`. Returns `Unmap` while an invalidation without a slot is in progress.
+    ///
+    /// The registering thread calls this for its new entry. Before the call, the thread must insert
+    /// the entry into the table, where later invalidations find it, and issue a fence.
     #[inline]
     pub(super) fn overlapping(&self, start: u64, last: u64) -> Option<InvalidationCause> {
         let claimed = self

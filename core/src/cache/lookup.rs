@@ -72,9 +72,9 @@ impl<S: CacheBackend> CacheCore<S> {
         FastLookup::SlowPath { found: Some(index) }
     }
 
-    /// Looks up `key`, and tries `entry` first: the entry that the previous lookup with this slot
-    /// found, and that starts in the same page as the key. If `entry` does not cover the key,
-    /// searches the table.
+    /// Looks up `key`, and tries `entry` first. `entry` is the entry that the previous lookup with
+    /// this slot found; the caller has checked that it starts in the same page as the key. If
+    /// `entry` does not cover the key, searches the table.
     #[inline(always)]
     fn lookup_last_found<'c>(
         &'c self,
@@ -99,8 +99,9 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Continues a fast lookup with a search of the table, because the entry that the slot's last
-    /// lookup found does not cover the key. Another entry that starts in the same page may do so.
+    /// Continues a fast lookup with a search of the table. Called after the entry that the slot's
+    /// last lookup found turned out not to cover the key. The table may hold another entry that
+    /// does.
     #[cold]
     #[inline(never)]
     fn lookup_in_table<'c>(&'c self, slot: &'c LeaseSlot, key: &Key) -> FastLookup<'c, S> {

@@ -34,7 +34,8 @@ struct RegistrationGuard<'c, S: CacheBackend> {
     index: u32,
     /// The slot in which the registering thread published its lease of the entry.
     slot: &'c LeaseSlot,
-    /// The watch that the drop of the guard ends, or `None` if the drop has none to end.
+    /// The watch of the entry's memory, which the drop of the guard ends. `None` before the watch
+    /// starts, and when the registration has returned.
     watch: Option<S::Watch>,
 }
 
@@ -51,11 +52,14 @@ impl<S: CacheBackend> Drop for RegistrationGuard<'_, S> {
 }
 
 impl<S: CacheBackend> CacheCore<S> {
-    /// Returns a lease of a region for a key that a lookup did not find. Leases an entry that
-    /// another thread has registered meanwhile or is registering. If there is none, registers the
-    /// key's memory. Searches the table once, and again after each found entry that does not become
-    /// usable. If there is a [reason](CacheCore::bypass_reason) to bypass the cache, registers an
-    /// uncached region.
+    /// Returns a lease of a region for a key that a lookup did not find. Tries these in turn:
+    ///
+    /// 1. If there is a [reason](CacheCore::bypass_reason) to bypass the cache, registers an
+    ///   uncached region.
+    /// 2. Searches the table once more. Leases an entry that another thread has registered
+    ///   meanwhile, or waits for one that another thread is registering. Repeats the search if that
+    ///   entry does not become usable.
+    /// 3. Registers the key's memory.
     ///
     /// The lease slot `slot` must be free, and the caller must own the slot's block.
     #[cold]
@@ -83,12 +87,12 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Leases the entry `index`, which the caller found under the lock, and waits until the entry
-    /// is registered. If the entry cannot be used, searches for another one and waits for that.
-    /// Returns one of these:
+    /// is registered. If that entry turns out to be unusable, continues with another entry that
+    /// covers the key. Returns one of these:
     ///
     /// - `Break` with the lease of an entry, or with the error of the entry's registration.
-    /// - `Break` with an uncached region or the error of its registration, if there is a
-    ///   [reason](CacheCore::bypass_reason) to bypass the cache.
+    /// - `Break` with the result of an uncached registration, if an entry was unusable and there is
+    ///   now a [reason](CacheCore::bypass_reason) to bypass the cache.
     /// - `Continue` with the lock, if no entry covers the key any more.
     #[cold]
     #[inline(never)]
@@ -156,10 +160,12 @@ impl<S: CacheBackend> CacheCore<S> {
     /// Waits until the registration of an entry ends, and releases the lock. The caller must have
     /// leased the entry under the lock.
     ///
-    /// Returns the error of a failed registration if the registration was for exactly the caller's
-    /// range and rights. Otherwise returns `None`, because the caller's own registration, of a
-    /// smaller range or with fewer rights, may succeed. Also returns `None` if the registration
-    /// succeeded, or failed without a recorded error.
+    /// Returns the registration's error if the registration failed and was for exactly the caller's
+    /// range and rights. Returns `None` in these cases:
+    ///
+    /// - The registration succeeded, or failed without a recorded error.
+    /// - The failed registration was for a larger range or for more rights. The caller's own
+    ///   registration may then succeed.
     fn wait_for_registration<'a>(
         &'a self,
         mut locked: MutexGuard<'a, LockedState<S>>,
@@ -331,9 +337,9 @@ impl<S: CacheBackend> CacheCore<S> {
         self.deregister(&mut detached, &mut PendingCallbacks::new());
     }
 
-    /// Moves a miss from the statistics' count of registrations to the count of uncached misses if
-    /// `registered` is true, otherwise to the count of failed misses. Holds the lock meanwhile, so
-    /// that the statistics always add up.
+    /// Corrects the statistics of a miss that was counted as a registration. Counts the miss as an
+    /// uncached one if `registered` is true, otherwise as a failed one. Changes both counts under
+    /// the lock, so that the sum stays right.
     fn recount_registration(&self, registered: bool) {
         let mut locked = self.state.lock();
         locked.misses.registrations -= 1;

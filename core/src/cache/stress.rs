@@ -12,8 +12,8 @@ use crate::{Access, Address, AddressRange, Rejected, Result, monitor::Invalidato
 /// deregistration.
 struct Numbers {
     next: AtomicU64,
-    /// The numbers of recently deregistered regions: region `n` is stored as `n + 1` at index `n %
-    /// PLACES`. 0 means none.
+    /// The recently deregistered regions. After the deregistration of region `n`, the element at
+    /// index `n % PLACES` is `n + 1`. An element of 0 stands for no region.
     gone: Box<[AtomicU64]>,
 }
 

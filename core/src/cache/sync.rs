@@ -201,8 +201,9 @@ pub(super) unsafe fn read_settled_u32(value: &AtomicU32) -> u32 {
     return unsafe { value.unsync_load() };
 }
 
-/// Issues a full fence between a read-modify-write that published a value and the caller's search
-/// for the entries or threads that the value affects.
+/// Issues a full fence. The caller has published a value by a read-modify-write, and then searches
+/// for the entries or threads that the value affects. The fence keeps the search after the
+/// publication.
 ///
 /// On x86-64 the read-modify-write is itself a full fence, so only the compiler is restrained. A
 /// second fence would stall every `munmap`. The callers' read-modify-writes are:
@@ -221,8 +222,9 @@ pub(super) fn fence_after_exchange() {
     modelled::fence_unless(modelled::ANNOUNCE);
 }
 
-/// Increments the generation of a chain that was removed from its slot, before any bucket of the
-/// chain is reused. A walk compares generations to detect that the chain changed.
+/// Increments the generation of a chain that was removed from its slot. The caller must do this
+/// before it reuses a bucket of the chain. A walk compares generations to detect that the chain
+/// changed.
 #[inline(always)]
 pub(super) fn advance_generation(generation: &AtomicU32) {
     #[cfg(loom)]
@@ -249,8 +251,8 @@ pub(super) mod modelled {
     pub(in crate::cache) const HEAVY: u32 = 2;
     pub(in crate::cache) const ANNOUNCE: u32 = 4;
 
-    /// The increment of a chain's generation. This is not a fence, but a model can leave it out
-    /// like one.
+    /// A bit of [`LEFT_OUT`] for the increment of a chain's generation, which a model can leave out
+    /// like a fence.
     pub(in crate::cache) const GENERATION: u32 = 8;
 
     /// A bit mask of the kinds of fences that the running model leaves out. Loom does not track

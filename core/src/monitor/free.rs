@@ -47,11 +47,13 @@ impl Drop for FreeInProgress<'_> {
 /// each free.
 ///
 /// The `subscribe` of a [`Monitor`](super::Monitor) calls [`add`](Self::add), and its `unsubscribe`
-/// calls [`remove`](Self::remove). The frees are announced in one of two ways:
+/// calls [`remove`](Self::remove). An iface announces frees in one of two ways:
 ///
-/// - The iface wraps each of its own frees in [`while_freeing`](Self::while_freeing).
-/// - The driver's callback calls `while_freeing` with an empty closure. Before the call, the driver
-///   must have stopped reporting the memory. It must not reuse the addresses until the call ends.
+/// - An iface that frees memory itself runs each free inside
+///   [`while_freeing`](Self::while_freeing).
+/// - An iface that a driver's callback notifies calls `while_freeing` with an empty closure in that
+///   callback. When the callback runs, the driver must no longer report the memory as allocated.
+///   The driver must not reuse the addresses until the call returns.
 #[derive(Debug, Default)]
 pub struct FreeSubscriptions(Mutex<WatchedRanges>);
 

@@ -28,8 +28,8 @@ pub(in crate::cache) mod state {
     pub(in crate::cache) const REGISTERING: u32 = 2;
     /// No lookup may hit the entry again: its memory changed, its registration failed, or a merged
     /// entry replaces it. Set at most once in a generation. The thread that sets the flag then
-    /// pushes the entry on the stack of invalidated entries. If the table has no room for a new
-    /// entry, that thread frees the entry instead.
+    /// pushes the entry on the stack of invalidated entries. The exception is a new entry for which
+    /// the table has no room: that thread frees the entry at once.
     pub(in crate::cache) const INVALIDATED: u32 = 4;
     /// A thread is about to evict the entry. The thread clears the flag instead if the entry has a
     /// lease or was invalidated, or if the heavy barrier failed.
@@ -298,7 +298,8 @@ impl<S: CacheBackend> Entry<S> {
     /// Returns the backend's watch of the registered memory.
     ///
     /// # Safety
-    /// The conditions of [`Entry::region`], for an entry in the table.
+    /// The entry must be in the table, and one of the first two conditions of [`Entry::region`]
+    /// must hold.
     pub(in crate::cache) unsafe fn watch(&self) -> &S::Watch {
         // SAFETY: the watch was written and is taken out together with the region, which the caller
         // keeps in place.
@@ -319,8 +320,8 @@ impl<S: CacheBackend> Entry<S> {
     /// Moves the region out of the entry.
     ///
     /// # Safety
-    /// The conditions of [`Entry::take`]. Alternatively, the caller must own an entry outside the
-    /// table and call this once.
+    /// For an entry in the table, the conditions of [`Entry::take`] must hold. For an entry outside
+    /// the table, the caller must own the entry and call this once.
     pub(in crate::cache) unsafe fn take_region(&self) -> S::Region {
         // SAFETY: the region was written when the entry was registered or created. The caller
         // guarantees that it is read out once.

@@ -13,7 +13,7 @@ use super::super::{
 };
 use crate::Result;
 
-/// The number of lease slots in a block. With its header, a block fills four pairs of cache lines.
+/// The number of lease slots in a block. With 31 slots, a block fills 512 bytes.
 #[cfg(not(loom))]
 const SLOTS: usize = 31;
 #[cfg(loom)]
@@ -29,13 +29,13 @@ const MAX_BLOCKS: usize = 4;
 /// The number of lease slots that a scan tests for being free in one step.
 const SLOTS_PER_TEST: usize = 10;
 
-/// The largest number of blocks in which a lookup searches for a free slot if the first block of
-/// its thread or handle has none. If these blocks have none either, the cache assigns another
+/// The largest number of further blocks in which a lookup searches for a free slot, after the first
+/// block of its thread or handle. If no searched block has a free slot, the cache assigns another
 /// block.
 const BLOCKS_TO_SEARCH: usize = 8;
 
-/// A slot for one lease: the word that publishes the lease, and two fields that only the block's
-/// owner (a thread or handle) writes. Only the thread that owns the block may call the methods.
+/// A slot for one lease. `entry` publishes the lease. Only the owner of the slot's block, a thread
+/// or a lookup handle, uses the other fields and calls the methods.
 #[repr(C)]
 #[derive(Debug)]
 #[cfg_attr(loom, derive(Default))]
@@ -146,9 +146,10 @@ impl LeaseBlocks {
         })
     }
 
-    /// Returns the number of threads and lookup handles that own blocks, and so may look up. The
-    /// caller must hold the cache's lock, so that no owner is added. Callers read the number before
-    /// they scan: a scan after this call sees all leases that former owners published and that have
+    /// Returns the number of threads and lookup handles that own blocks. Only these may look up.
+    ///
+    /// The caller must hold the cache's lock, so that no owner is added. Former owners may have
+    /// left leases behind. A scan of the slots after this call sees each of those leases that has
     /// not ended.
     pub(in crate::cache) fn owners(&self) -> u32 {
         self.owners.load(Ordering::Acquire)

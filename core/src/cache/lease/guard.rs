@@ -71,8 +71,9 @@ pub struct Lease<'c, S: CacheBackend> {
     /// An entry of the cache. For an uncached region, the entry in an [`UncachedRegion`] on the
     /// heap, which the lease owns and frees.
     entry: NonNull<Entry<S>>,
-    /// The lease slot, or null for an uncached region. The bit [`SLOW_RELEASE`] of the address is
-    /// set for an uncached region, and in a cache whose lookups need fences.
+    /// The address of the lease slot, or null for an uncached region. The address's bit
+    /// [`SLOW_RELEASE`] selects the slow path for the drop. The bit is set for an uncached region,
+    /// and for every lease of a cache whose lookups need fences.
     slot: *const LeaseSlot,
 }
 
@@ -129,8 +130,8 @@ impl<'c, S: CacheBackend> Lease<'c, S> {
         Self { core, entry, slot: std::ptr::without_provenance(SLOW_RELEASE) }
     }
 
-    /// Returns `self` unchanged. Moving it field by field lets the compiler keep the fields of a
-    /// hit in registers.
+    /// Returns `self` unchanged, moved field by field. Moving it so is an optimization: the
+    /// compiler can then keep the fields in registers after a hit.
     #[inline(always)]
     pub(in crate::cache) fn by_fields(self) -> Self {
         let Self { core, entry, slot } = *std::mem::ManuallyDrop::new(self);

@@ -22,8 +22,8 @@ pub(super) const RECORDED_CACHES: usize = 4;
 #[repr(C)]
 pub(super) struct Leases {
     pub(super) gate: Gate,
-    /// The position in each thread's `RecordedBlocks` at which the thread records its lease block
-    /// of this cache. It is `number` modulo [`RECORDED_CACHES`].
+    /// The position of this cache in each thread's `RecordedBlocks`: `number` modulo
+    /// [`RECORDED_CACHES`].
     position: usize,
     /// The cache's number, which no other cache of the process has.
     pub(super) number: u64,

@@ -1,6 +1,7 @@
 //! The lease blocks of the calling thread, for lookups without a lookup handle.
 //!
-//! Models take their blocks explicitly, because loom's threads share one thread's thread-locals.
+//! Loom's models do not use this module, because all threads of a model share one thread's
+//! thread-locals. They pass the lease block to each lookup instead.
 
 #![allow(unsafe_code, reason = "references to the lease blocks of the calling thread")]
 

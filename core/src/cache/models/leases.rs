@@ -154,9 +154,8 @@ fn region_left_to_the_worker_is_deregistered_once() {
     });
 }
 
-/// Reclamation does not free an entry that became pending after the worker's barrier: the entry
-/// waits for the next barrier. Here the second entry is invalidated while the worker issues the
-/// barrier for the first.
+/// An entry that becomes pending while the worker issues a heavy barrier is not freed after that
+/// barrier. The entry waits for the next barrier.
 #[test]
 fn entry_drained_after_the_barrier_waits_for_the_next_one() {
     holds(|| {

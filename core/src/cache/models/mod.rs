@@ -32,8 +32,8 @@ use crate::{
 
 /// The modelled memory and its registrations.
 ///
-/// Each access is one read-modify-write, which sees the newest value. It is Relaxed, so that it
-/// orders nothing else.
+/// Each access to its atomics is a read-modify-write, which sees the newest value. These accesses
+/// are Relaxed, so they do not order the accesses of the cache.
 struct ModelMemory {
     /// The version of the memory, incremented when the memory is replaced.
     version: AtomicU32,
@@ -124,8 +124,8 @@ fn alive(cache: &Modelled) -> u32 {
     cache.backend().alive.fetch_or(0, Ordering::Relaxed)
 }
 
-/// The outcomes of a race that some execution reached, one bit each. Loom does not track this
-/// variable.
+/// A bit for each of the two outcomes of a race, set once some execution of the model reached that
+/// outcome. Loom does not track this variable.
 static REACHED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
 
 fn reach(outcome: bool) {
@@ -176,8 +176,8 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
     model.check(body);
 }
 
-/// Runs `models` without fences of the kind `fence`. Meanwhile no thread of the process issues such
-/// fences, so a second test waits until the first has run its models.
+/// Runs `models` without fences of the kind `fence`. The kind is left out in the whole process, so
+/// only one call runs at a time.
 fn without(fence: u32, models: impl FnOnce()) {
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

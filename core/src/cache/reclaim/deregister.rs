@@ -16,9 +16,11 @@ use super::{
 };
 use crate::{ProcessMark, Rejected};
 
-/// A guard for deregistrations in flight. Dropping the guard counts them as ended. If the backend
-/// panicked, the drop keeps the regions that were not deregistered yet for a retry. The region that
-/// the backend was deregistering is lost.
+/// A guard for deregistrations in flight. The drop of the guard counts them as ended.
+///
+/// The drop also keeps regions for a retry: those that the backend refused and, after a panic of
+/// the backend, those that it was not yet asked for. The region whose deregistration panicked is
+/// lost.
 struct DeregistrationGuard<'a, S: CacheBackend> {
     core: &'a CacheCore<S>,
     /// The number of deregistrations that the drop counts as ended.
@@ -45,10 +47,10 @@ impl<S: CacheBackend> Drop for DeregistrationGuard<'_, S> {
     }
 }
 
-/// The watch of a deregistered region, which a miss keeps until it watches the next region.
+/// A guard that keeps the watch of a deregistered region until a miss watches its own region.
 ///
-/// A monitor may start work for a cache's first watch and stop it after the last, which is
-/// expensive. The kept watch avoids this when a miss evicts the only watched region.
+/// Some monitors start work at a cache's first watch and stop after the last, and both are
+/// expensive. If a miss evicts the only watched region, the kept watch avoids that stop and start.
 pub(in crate::cache) struct KeptWatch<'a, S: CacheBackend> {
     core: &'a CacheCore<S>,
     watch: Option<S::Watch>,

@@ -10,13 +10,15 @@ use super::{
     state::{DetachedRegions, PendingCallbacks},
 };
 
-/// The divisor for the batch size of an eviction. The batch size is the number of all entries
-/// divided by this divisor, but at least 1 and at most [`MAX_BATCH`]. An eviction evicts a whole
-/// batch even if fewer entries are needed. All entries of a batch share one heavy barrier.
+/// The divisor that gives the batch size of an eviction: the number of all entries divided by this,
+/// but at least 1 and at most [`MAX_BATCH`]. An eviction evicts a whole batch even if fewer entries
+/// are needed, because all entries of a batch share one expensive heavy barrier.
 const BATCH_PART: usize = 16;
 /// The largest batch size of an eviction by a miss. The miss evicts more entries only if it needs
-/// more bytes. This is also the limit of detached regions that wait for the worker: a miss that
-/// reaches the limit deregisters these regions itself.
+/// more bytes.
+///
+/// This number also limits the detached regions that wait for the worker. A miss that reaches the
+/// limit deregisters these regions itself.
 pub(super) const MAX_BATCH: usize = 64;
 
 /// The parameters of one eviction: how much to evict, from which entries, and whether a heavy
@@ -78,9 +80,10 @@ impl<S: CacheBackend> CacheCore<S> {
         self.fits(locked, len)
     }
 
-    /// Evicts entries that [`CacheCore::has_idle`] did not mark as leased, until the goal is met or
-    /// `steps` is 0. May miss the goal if other threads lease or invalidate some of these entries
-    /// meanwhile. `steps` is the number of entries that the clock hand may still pass.
+    /// Evicts idle entries until the goal is met or `steps` is 0. `steps` is the number of entries
+    /// that the clock hand may still pass. Idle entries are those that [`CacheCore::has_idle`] did
+    /// not mark as leased. The eviction may miss the goal if other threads lease or invalidate some
+    /// of them meanwhile.
     fn evict(
         &self,
         locked: &mut LockedState<S>,

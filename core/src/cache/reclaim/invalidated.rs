@@ -15,8 +15,9 @@ use super::{
 };
 use crate::AddressRange;
 
-/// The number of pending entries at which a miss issues a heavy barrier to detach their regions.
-/// The entries that the last attempt left pending (`leased_pending`) do not count.
+/// The number of new pending entries at which a miss issues a heavy barrier to detach their
+/// regions. New entries are those beyond the ones that the last attempt left pending
+/// (`leased_pending`).
 #[cfg(not(loom))]
 const DETACH_THRESHOLD: usize = 8;
 #[cfg(loom)]
@@ -42,9 +43,10 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Drains the stack of invalidated entries. Moves the regions that wait for deregistration to
-    /// `detached`: those that the backend refused, and those that a miss left to the worker.
-    /// Returns `false` if no entry is pending.
+    /// Prepares a reclamation. Drains the stack of invalidated entries into the list of pending
+    /// entries. Moves the regions that are already detached to `detached`: those that the backend
+    /// refused to deregister, and those that a miss left to the worker. Returns `false` if no entry
+    /// is pending.
     fn begin_reclaim(
         &self,
         locked: &mut LockedState<S>,
@@ -58,14 +60,15 @@ impl<S: CacheBackend> CacheCore<S> {
         !reclaim.pending_entries.is_empty()
     }
 
-    /// Detaches the regions of pending entries during a miss, if [`DETACH_THRESHOLD`] entries
-    /// became pending since the last attempt. One such entry suffices if only the calling thread
-    /// may look up, because the miss then needs no heavy barrier. Leaves the regions to the worker,
-    /// or moves them to `detached` if [`MAX_BATCH`] regions wait for the worker. The calling thread
-    /// must own a lease block.
+    /// Detaches the regions of pending entries during a miss.
     ///
-    /// New memory is often mapped where old memory was unmapped. If no miss detached regions, the
-    /// invalidated entries of the old memory would make the chains of the table longer and longer.
+    /// Needs [`DETACH_THRESHOLD`] entries that became pending since the last attempt. One is enough
+    /// if no other thread may look up, because no heavy barrier is then needed. Leaves the detached
+    /// regions to the worker. If [`MAX_BATCH`] regions or more then wait for the worker, moves all
+    /// of them to `detached`, for the caller. The calling thread must own a lease block.
+    ///
+    /// This keeps the chains of the table short. New memory is often mapped where old memory was
+    /// unmapped, so the invalidated entries of the old memory would otherwise pile up in one chain.
     #[inline]
     pub(in crate::cache) fn detach_for_miss(
         &self,
@@ -121,12 +124,11 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Detaches the regions of invalidated entries without a lease. Skips the entries that are
-    /// being registered, and those that were drained from the stack after the drain with the number
-    /// `drain_count`.
+    /// Detaches the regions of pending entries without a lease. Skips entries that are being
+    /// registered, and entries that a drain after the drain number `drain_count` added.
     ///
-    /// The caller must have issued a heavy barrier after the drain with the number `drain_count`,
-    /// unless no other thread may look up.
+    /// Unless no other thread may look up, the caller must have issued a heavy barrier after the
+    /// drain number `drain_count`.
     fn detach_pending(
         &self,
         locked: &mut LockedState<S>,

@@ -28,11 +28,11 @@ pub(in crate::cache) struct ReclaimState<S: CacheBackend> {
     pub(in crate::cache) drain_count: u64,
     /// Callbacks that wait for the deregistration of an entry's region, by the entry's index.
     pub(in crate::cache) callbacks: HashMap<u32, Vec<Arc<CompletionCallback>>>,
-    /// Callbacks that wait until no deregistration is in flight. If the list is not empty, it
-    /// counts as one waiter of [`InFlightCounter`].
+    /// Callbacks that wait until no deregistration is in flight. All callbacks of this list
+    /// together count as one waiter of [`InFlightCounter`].
     pub(in crate::cache) callbacks_after_flight: Vec<Arc<CompletionCallback>>,
-    /// The number of deregistrations that began so far, retries and those of uncached regions
-    /// included. [`InFlightCounter`] counts the deregistrations that ended.
+    /// The number of deregistrations that began so far. Includes retries and the deregistrations of
+    /// uncached regions. [`InFlightCounter`] counts the deregistrations that ended.
     pub(in crate::cache) detached: u64,
     /// Regions that the backend refused to deregister, or had not deregistered when it panicked.
     pub(in crate::cache) refused: Vec<DetachedRegion<S>>,
@@ -89,11 +89,11 @@ pub(in crate::cache) struct DetachedRegion<S: CacheBackend> {
 /// A list of detached regions, often with one element.
 pub(in crate::cache) type DetachedRegions<S> = SmallVec<[DetachedRegion<S>; 1]>;
 
-/// Callbacks whose wait has ended. Dropping the value runs those to which no other reference
-/// exists.
+/// References to callbacks whose wait has ended. A [`CompletionCallback`] runs when its last
+/// reference is dropped, so dropping this list usually runs the callbacks.
 ///
-/// A callback may use the cache. So the thread that drops the value must hold no lock, and must
-/// have no registration of its own in progress.
+/// A callback may use the cache. So the thread that drops the list must hold no lock, and must have
+/// no registration of its own in progress.
 pub(in crate::cache) type PendingCallbacks = Vec<Arc<CompletionCallback>>;
 
 /// A callback that runs once, when the last reference to it is dropped.

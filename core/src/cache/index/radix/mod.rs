@@ -29,8 +29,8 @@ const FAN: usize = 1 << FAN_BITS;
 const TOP: u32 = 2;
 #[cfg(loom)]
 const TOP: u32 = 1;
-/// The number of addresses that the table distinguishes. Addresses that differ by a multiple of
-/// this share slots. User addresses of the CPU usually end at 2^47 or 2^48.
+/// The end of the table's addresses. Addresses that differ by a multiple of this number share
+/// slots. User addresses of the CPU usually end at 2^47 or 2^48.
 const END: u64 = 1 << (PAGE_BITS + FAN_BITS * (TOP + 1));
 
 /// The index of the root node, which always exists.
@@ -50,8 +50,8 @@ pub(in crate::cache) const MAX_INDEX: u32 = INDEX;
 /// The number of slots that a walk tests for being empty in one step.
 const SLOTS_PER_TEST: usize = 8;
 
-/// The largest number of slots for which a walk within one leaf node first tests if all of them are
-/// empty.
+/// The largest number of slots that a walk tests at its start. If these slots are in one leaf node
+/// and all empty, the walk ends at once.
 const MAX_SLOTS_TO_TEST: usize = 64;
 
 #[repr(C)]
@@ -76,8 +76,8 @@ const WIDTH: usize = 2;
 #[derive(Debug)]
 #[cfg_attr(loom, derive(Default))]
 struct Bucket {
-    /// The number of times that a chain with this first bucket was removed from its slot. The
-    /// number wraps around.
+    /// The generation of the chains that begin with this bucket: incremented each time such a chain
+    /// is removed from its slot. The number wraps around.
     generation: AtomicU32,
     /// The tagged index of the node below the chain's slot, or 0. Used only in the first bucket of
     /// a chain.
@@ -104,9 +104,9 @@ pub(in crate::cache) struct Radix {
 pub(in crate::cache) struct RadixState {
     /// The number of slots in use in each node, by the node's index.
     used_slots: Vec<u32>,
-    /// A page of the leaf node that became empty last. That node stays in the table until another
-    /// leaf node becomes empty, because the next insertion is often near. By now the node may have
-    /// entries again.
+    /// A page of the kept leaf node, which stays in the table although it became empty, because the
+    /// next insertion is often near. The next leaf node that becomes empty takes its place. The
+    /// kept node may have entries again.
     kept_empty: Option<u64>,
     free_nodes: Vec<u32>,
     /// The number of buckets that were used at least once. Their indices begin at 1.
@@ -172,17 +172,21 @@ impl Radix {
         Ok((radix, state))
     }
 
-    /// Returns an entry at the page of `address`, or 0. If a slot has several entries, returns one
-    /// that `accept` accepts. Returns a slot's only entry without a call of `accept`.
+    /// Returns an entry in a slot of `address`, or 0 for none. If the slot holds only one entry,
+    /// returns that entry without asking `accept`. If the slot holds several, returns the first one
+    /// for which `accept` returns true.
     pub(in crate::cache) fn find(&self, address: u64, accept: impl Fn(u32) -> bool) -> u32 {
         self.find_at_page(address)
             .unwrap_or_else(|partial| self.find_from(address, partial, accept))
     }
 
     /// Searches for `address` from the root node down to a leaf node. Returns the entry in the leaf
-    /// node's slot, or 0 if that slot is empty. Stops at a slot that holds a chain, and above the
-    /// leaf nodes at a slot that holds no node. Then returns that slot as the error, for
-    /// [`Radix::find_from`].
+    /// node's slot, or 0 if that slot is empty.
+    ///
+    /// # Errors
+    /// The slot at which the search stopped, for [`Radix::find_from`]. The search stops at a slot
+    /// that holds a chain. Above the leaf nodes it also stops at a slot that holds an entry or is
+    /// empty.
     #[inline(always)]
     pub(in crate::cache) fn find_at_page(
         &self,
@@ -248,9 +252,10 @@ impl Radix {
         }
     }
 
-    /// Calls `visit` with every entry that stays in a slot of the pages from `first` to `last`
-    /// during the whole walk, at least once. May visit an entry several times. May also visit
-    /// entries that are inserted or removed meanwhile.
+    /// Calls `visit` with the entries in the slots of the pages from `first` to `last`. The walk
+    /// visits each entry that is in such a slot during the whole walk, and may visit an entry
+    /// several times. It may or may not visit entries that other threads insert or remove
+    /// meanwhile.
     pub(in crate::cache) fn walk(&self, first: u64, last: u64, visit: &mut impl FnMut(u32)) {
         let last = last.min((END - 1) >> PAGE_BITS);
         // Most invalidations concern pages with few entries or none.
@@ -308,12 +313,12 @@ impl Radix {
         }
     }
 
-    /// Visits the entries of a slot's chain. Returns the rest of the slot's content: a node, or 0.
-    /// If another thread replaced the chain by a single entry meanwhile, returns that entry.
+    /// Visits the entries of a slot's chain. Returns the node below the chain, or 0 for none. If
+    /// another thread replaces the chain meanwhile, returns the slot's new content: an entry, a
+    /// node or 0.
     ///
-    /// A chain that is removed from the slot during the walk may already be in use at another slot.
-    /// Then the generation of the chain's first bucket has changed, and the walk reads the slot
-    /// again.
+    /// During the walk, another thread may remove the chain and reuse its buckets for another slot.
+    /// That changes the generation of the chain's first bucket, and the walk reads the slot again.
     #[cold]
     fn walk_chain(&self, slot: &AtomicU32, mut value: u32, visit: &mut impl FnMut(u32)) -> u32 {
         while value & CHAIN != 0 {
@@ -350,12 +355,14 @@ impl Radix {
         value
     }
 
-    /// Returns the leaf node of the pages from `first` to `last`, and the slots of these pages in
-    /// that node. Callers try this first, because most entries are in slots of leaf nodes. Returns
-    /// `None` in these cases:
+    /// Returns the leaf node that holds the pages from `first` to `last`, with the slots of these
+    /// pages. Callers try this before a walk from the root node, because most entries are in leaf
+    /// nodes.
     ///
-    /// - The pages are not in one leaf node, or they are all pages of a leaf node.
-    /// - A slot on the path to the leaf node holds an entry or a chain, or is empty.
+    /// Returns `None` in these cases:
+    ///
+    /// - The pages are in several leaf nodes, or are all pages of one leaf node.
+    /// - No leaf node exists for the pages, or a chain or an entry is in a slot above it.
     #[inline(always)]
     fn leaf(&self, first: u64, last: u64) -> Option<(u32, &[AtomicU32])> {
         if first >> FAN_BITS != last >> FAN_BITS || last - first + 1 == FAN as u64 {
@@ -382,8 +389,8 @@ pub(in crate::cache) struct PartialSearch {
 
 enum Found {
     Entry(u32),
-    /// The search accepted no entry of the slot's chain. The value is the node below the chain's
-    /// slot, with its tag, or 0 for no node.
+    /// The search found no acceptable entry in the chain. The value is the tagged index of the node
+    /// below the chain's slot, or 0 if there is no node.
     Below(u32),
 }
 
