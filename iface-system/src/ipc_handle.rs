@@ -15,8 +15,8 @@ use crate::sys;
 /// The content of an IPC handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct HandleBody {
-    /// Process id of the allocation's owner, in the owner's pid namespace. A process of the same
-    /// namespace finds the owner under this number in `/proc`.
+    /// Process id of the allocation's owner, as `/proc` shows it to processes in the owner's pid
+    /// namespace.
     pub(crate) pid: u32,
     /// Number of the owner's fd for the memory file that holds the allocation.
     pub(crate) fd: u32,
@@ -49,8 +49,10 @@ impl HandleBody {
     /// Returns the content of a handle.
     ///
     /// # Errors
-    /// Malformed if the handle is not one that [`IpcHandle::encode`] made from a `HandleBody` for
-    /// this iface, or if it names a range that no file can have.
+    /// Malformed in these cases:
+    ///
+    /// - [`IpcHandle::encode`] did not make the handle from a `HandleBody` for this iface.
+    /// - The range in the handle is empty, or ends beyond the maximum size of a file.
     pub(crate) fn decode(handle: &IpcHandle, iface: impl Into<IfaceName>) -> Result<Self> {
         let iface = iface.into();
         let body: Self = handle.decode(iface.clone())?;

@@ -44,8 +44,8 @@ named_enum! {
         Detach = "shmdt",
         /// A free by a device API.
         Free = "free",
-        /// A comparison of allocation identities that failed, or that did not find the registered
-        /// allocation at its address any more.
+        /// A change that a comparison of allocation identities found: another allocation, or none,
+        /// is now at the address. A comparison that failed counts too.
         Identity = "identity",
         /// The process is a forked child.
         Fork = "fork",
@@ -56,10 +56,10 @@ named_enum! {
 
 /// The receiver of a monitor's notifications, which invalidates cached memory.
 ///
-/// A thread of the monitor or the thread that frees the memory calls the methods, possibly inside a
-/// driver's callback or a patched `munmap`. So an implementation must not take a lock, allocate,
-/// log or run a destructor. Notifications for memory that is not cached must be cheap, because most
-/// are of this kind.
+/// The thread that frees the memory may call the methods, even inside a driver's callback or a
+/// patched `munmap`. A thread of the monitor may call them too. So an implementation must not take
+/// a lock, allocate, log or run a destructor. It must be cheap for memory that is not cached,
+/// because most notifications are for such memory.
 pub trait Invalidator: fmt::Debug + Send + Sync {
     /// Invalidates a range of memory that is freed or changed.
     ///
@@ -163,10 +163,12 @@ pub trait Monitor: fmt::Debug + Send + Sync {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription>;
 
-    /// Ends a subscription. Waits for a notification in progress. After this the invalidator is
-    /// notified of no new change, unless it has other subscriptions. The call of
-    /// [`Invalidator::invalidate_end`] for an earlier change may still follow. The caller must not
-    /// be inside a notification. Does nothing if the subscription belongs to another monitor.
+    /// Ends a subscription, after it waited for a notification in progress. The caller must not be
+    /// inside a notification. Does nothing if the subscription belongs to another monitor.
+    ///
+    /// After the return, the monitor notifies the invalidator of no new change, unless the
+    /// invalidator has other subscriptions. For a change that began earlier, the call of
+    /// [`Invalidator::invalidate_end`] may still follow.
     fn unsubscribe(&self, subscription: Subscription);
 
     /// Returns true if the memory that `subscription` watches is still the memory that was there
@@ -174,13 +176,10 @@ pub trait Monitor: fmt::Debug + Send + Sync {
     /// true.
     ///
     /// `allocation` is the allocation that contained the watched range when the subscription began.
-    /// For most memory, a comparison of the identity of `allocation` suffices. It does not suffice
-    /// for memory that the application maps by hand into a reservation: `allocation` is then the
-    /// reservation, which stays while the memory in it changes. A monitor of such memory needs the
-    /// subscription too.
+    /// A monitor usually queries the address again and compares the identity of the allocation.
     ///
-    /// # Errors
-    /// - [`ErrorKind::Unavailable`](crate::ErrorKind::Unavailable) if the iface was closed.
-    /// - The error of a failed driver call.
+    /// That is not enough for memory that the application maps by hand into a reservation. There
+    /// the reservation counts as the allocation, and stays while the memory in it changes. A
+    /// monitor of such memory keeps more data for each subscription, and compares that too.
     fn valid(&self, subscription: &Subscription, allocation: &Allocation) -> Result<bool>;
 }

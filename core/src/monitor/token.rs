@@ -1,24 +1,28 @@
 //! Values that only their issuer can create and accept: subscriptions, invalidation tokens and gate
 //! tokens.
 //!
-//! A caller returns a subscription to its monitor to end the subscription, and a token to its cache
-//! to end an invalidation or to open the gate. Code must not be able to end what other code began.
-//! So each value contains the number of its issuer, which no other issuer of the process has. The
-//! values cannot be copied or built from numbers, and returning one consumes it.
+//! A caller returns a subscription to its monitor to end the subscription. It returns a token to
+//! the cache that issued the token, to end an invalidation or to open the gate.
+//!
+//! Code must not be able to end a subscription or an invalidation of other code. So each value
+//! contains the number of its issuer, which is unique in the process. The values cannot be copied
+//! or built from numbers, and returning a value consumes it.
 
 use std::{
     collections::HashMap,
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// The issuer's number in a value that no issuer accepts.
+/// The issuer's number in values that nobody issued. No issuer has this number.
 const NO_ISSUER: u64 = 0;
 
 /// An issuer of [`Subscription`]s, [`InvalidationToken`]s and [`GateToken`]s.
 ///
 /// A monitor has one issuer for its subscriptions. An [`Invalidator`](super::Invalidator) has one
-/// for its tokens. An issuer accepts the values that it issued, and no others. Keep an issuer
-/// private: code that has it can issue a value with any number, and end what other code began.
+/// for its tokens. An issuer accepts only the values that it issued.
+///
+/// Keep an issuer private. Code that has the issuer can make a value with any number, and so end
+/// the subscriptions and invalidations of other code.
 ///
 /// # Examples
 /// ```

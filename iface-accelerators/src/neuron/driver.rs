@@ -51,7 +51,8 @@ pub struct Runtime {
     functions: Functions,
     /// Number of NeuronCores that this process may use.
     cores: u32,
-    /// True if the iface may call `nrt_init`.
+    /// True if the iface may start the runtime with `nrt_init` when the application has not done
+    /// so.
     may_start: bool,
     /// Lock that a thread holds while it starts the runtime, so that only one thread starts it.
     starting: Mutex<()>,

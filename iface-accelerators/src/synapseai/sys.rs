@@ -130,8 +130,8 @@ pub mod hlthunk {
     use super::{c_char, c_int};
 
     hmem_core::function_table! {
-        /// Table of the functions of `libhl-thunk.so` that this crate calls. The library has them
-        /// since version 6.3 (2023).
+        /// Table of the functions of `libhl-thunk.so` that this crate calls. Version 6.3 (2023) of
+        /// the library was the first to have all of them.
         // SAFETY: the vendor supports loading its library in any process. The signatures are those
         // of the vendor's headers.
         unsafe Functions {

@@ -188,8 +188,9 @@ impl System {
         Ok(allocation)
     }
 
-    /// Frees an allocation of this iface. If `opened` is true, instead closes an allocation of
-    /// another process that this iface has opened.
+    /// Removes an allocation and releases its memory. `opened` tells the two callers apart: it is
+    /// false to free an allocation of this process, and true to close one that this iface opened
+    /// through an IPC handle. An allocation of the other sort is refused.
     pub(super) fn end(
         &self,
         allocation: &Allocation,

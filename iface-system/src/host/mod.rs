@@ -46,8 +46,8 @@ pub struct System {
     /// The open `/dev/udmabuf`, which creates dma-bufs, or the error of opening it.
     udmabuf: Result<Udmabuf>,
     monitor: OnceLock<SystemMonitor>,
-    /// The function that starts `monitor`. The thread that calls it holds the lock, so that only
-    /// one monitor is started.
+    /// The function that starts `monitor`. A thread holds the lock while it calls the function, so
+    /// that only one thread starts the monitor.
     start_monitor: Mutex<StartMonitor>,
 }
 
@@ -61,8 +61,8 @@ struct HostAllocationTable {
 }
 
 impl System {
-    /// Creates the iface. It exports genuine dma-bufs if `/dev/udmabuf` can be opened, and memory
-    /// files otherwise.
+    /// Creates the iface. If `/dev/udmabuf` can be opened, allocations in memory files are exported
+    /// as dma-bufs. Otherwise they are exported as the memory files themselves.
     #[must_use]
     pub fn new() -> Self {
         Self {

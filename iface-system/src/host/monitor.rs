@@ -53,9 +53,9 @@ impl System {
 }
 
 impl MonitorSource for System {
-    /// Returns [`DetectionMethod::Identity`], because the kernel offers no callback before it
-    /// unmaps memory. A running monitor may still notify before an unmap, for example if it hooks
-    /// the C library.
+    /// Returns [`DetectionMethod::Identity`]: the kernel itself offers no callback before it unmaps
+    /// memory. The monitor that [`MonitorSource::start`] starts may still notify before an unmap,
+    /// for example by hooks in the C library.
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Identity
     }

@@ -1,9 +1,9 @@
 //! Queries the kernel for the mapping at an address, and checks that a monitor can see every change
 //! of a range by this process.
 //!
-//! Queries neither allocate nor lock, because hooks make them. Linux 6.11 answers a query for one
-//! address (`PROCMAP_QUERY` of `linux/fs.h`). On older kernels, `/proc/self/maps` is read up to the
-//! address.
+//! Hooks call these functions, so queries neither allocate nor lock. Since Linux 6.11, the kernel
+//! has an ioctl that looks up one address (`PROCMAP_QUERY` of `linux/fs.h`). On older kernels, the
+//! text of `/proc/self/maps` is read up to the address.
 
 #![allow(unsafe_code, reason = "system calls on mappings and System V segments")]
 
@@ -44,8 +44,10 @@ pub(crate) struct Area {
     pub(crate) end: u64,
     pub(crate) kind: MappingKind,
     /// Page size of the mapping in bytes, a power of two. If the kernel does not report the size,
-    /// the value for anonymous huge pages is the largest power of two that divides both `start` and
-    /// `end`. The value for all other mappings is then the base page size.
+    /// this is an assumption:
+    ///
+    /// - For anonymous huge pages, the largest power of two that divides both `start` and `end`.
+    /// - For all other mappings, the base page size.
     pub(crate) page_size: u64,
     /// False for anonymous huge pages whose size the kernel does not report. These pages may be
     /// smaller than `page_size`.
@@ -226,17 +228,19 @@ fn parsed(line: &[u8]) -> Option<Area> {
 ///
 /// The check passes for anonymous memory and System V segments: this process can unmap or discard
 /// them only by calls that name the addresses. Other processes that share the memory can discard
-/// pages too, which no monitor detects. The argument `at_or_after` looks up the mapping at an
-/// address. It is [the function of that name](at_or_after) or an equivalent.
+/// pages too, which no monitor detects.
 ///
-/// Returns one area, which callers may cache. It reaches from the start of the first mapping in the
-/// range to the end of the last mapping. Its other fields are those of the last mapping.
+/// `at_or_after` looks up the mapping at an address, like the function [`at_or_after`].
+///
+/// On success, returns one area that covers all mappings of the range, which callers may cache. Its
+/// start is that of the first mapping. All its other fields are those of the last mapping.
 ///
 /// # Errors
 /// - BadAddress: an address of the range is not mapped.
 /// - Unsupported: a file is mapped in the range. Truncating the file, or punching a hole into it,
 ///   removes pages without a call that names the range.
-/// - Unsupported: `/proc/self/maps` cannot be read.
+/// - OutOfResources: no fd is left to open `/proc/self/maps`.
+/// - Unsupported: `/proc/self/maps` cannot be read for another reason.
 pub(crate) fn check(
     range: AddressRange,
     monitor: &'static str,
@@ -288,9 +292,10 @@ pub(crate) fn check(
 
 /// Returns the addresses that `shmdt(address)` unmaps.
 ///
-/// If the first mapping at or above `address` is no System V segment of known length, returns all
-/// addresses from `address` on, which include those of any segment there. Returns an empty range if
-/// nothing is mapped at or above `address`.
+/// - If the first mapping at or above `address` is a System V segment of known length, these are
+///   the addresses from `address` on in that length.
+/// - If nothing is mapped at or above `address`, the range is empty.
+/// - Otherwise the segment is not known, so the range covers all addresses from `address` on.
 pub(crate) fn attached(address: u64) -> AddressRange {
     let everything_above = hmem_hook::clamped(address, u64::MAX);
     match at_or_after(address) {
@@ -346,9 +351,9 @@ mod tests {
         }
     }
 
-    /// ARM-02: the text of `/proc/self/maps` does not state the size of huge pages. The test checks
-    /// the size that is assumed: a page of this size around any address of the mapping lies in the
-    /// mapping, and contains the real page.
+    /// ARM-02: the text of `/proc/self/maps` does not state the size of huge pages, so the size is
+    /// assumed. Around each address of the mapping, a page of the assumed size contains the real
+    /// page and lies inside the mapping.
     #[test]
     fn huge_page_of_unknown_size_is_not_larger_than_its_mapping() {
         let anonymous = "rw-p 00000000 00:0f 21 /anon_hugepage (deleted)";

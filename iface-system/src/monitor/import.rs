@@ -99,13 +99,13 @@ impl ImportMonitor {
 
     /// Runs `change`, which changes the memory behind `range`.
     ///
-    /// The cached registrations of the range are invalidated before `change` runs, and no new
-    /// registration of it is cached until `change` returns or panics. Use this method if another
+    /// The cached registrations of the range are invalidated before `change` runs. Until `change`
+    /// returns or panics, no new registration of the range is cached. Use this method if another
     /// thread could register the range during the change.
     ///
-    /// The first subscription of a cache, and the end of its last subscription, wait until `change`
-    /// returns. So `change` must neither begin or end subscriptions to this monitor, nor wait for a
-    /// thread that does.
+    /// A cache waits for `change` to return when it makes its first subscription to this monitor,
+    /// and when it ends its last one. So `change` must neither begin or end subscriptions to this
+    /// monitor, nor wait for a thread that does.
     pub fn while_changing<R>(&self, range: AddressRange, change: impl FnOnce() -> R) -> R {
         let pass = self.subscribers.table().pass();
         let mut tokens = [const { None::<InvalidationToken> }; SLOTS];

@@ -14,23 +14,26 @@ use rustix::{fs::OFlags, io::Errno};
 
 use super::area::{self, Area};
 
-/// A flag of `open(2)` that marks the `/proc/self/maps` that this crate has opened. The flag has no
-/// effect on this file, and no other code opens the file with it.
+/// A flag of `open(2)` that this crate sets to recognise its own open `/proc/self/maps`. The flag
+/// has no effect on this file, and other code does not open the file with it.
 const MARK: OFlags = OFlags::NONBLOCK;
 
-/// The open `/proc/self/maps`, or `None` before the first query. The value stays `None` on kernels
-/// without `PROCMAP_QUERY`, where each query opens the file. A forked child needs a new value,
-/// since the open file keeps showing the mappings of the parent.
+/// The open `/proc/self/maps`, or `None` before the first query. On kernels without `PROCMAP_QUERY`
+/// the value stays `None`, and each query opens the file.
+///
+/// A forked child needs a new value, since the inherited file still shows the mappings of the
+/// parent.
 #[derive(Debug, Default)]
 pub(super) struct Maps(RwLock<Option<OpenMaps>>);
 
 /// An open `/proc/self/maps`, which detects that other code has closed its fd.
 ///
-/// Some programs close all fds of the process. The number of this value's fd may then belong to a
-/// file that the program opened.
-/// - If that file is not `/proc/self/maps`, this value does not use it.
-/// - If the program itself opened `/proc/self/maps`, this value may query the file but must not
-///   close it. The flag [`MARK`] is set only on files that this crate opened.
+/// Some programs close all fds of the process. Then the program may open a file that gets the same
+/// fd number.
+///
+/// - If that file is not `/proc/self/maps`, this value does not use the fd.
+/// - If that file is `/proc/self/maps`, this value may query it, but must not close it. Only files
+///   that this crate opened have the flag [`MARK`].
 #[derive(Debug)]
 struct OpenMaps {
     file: ManuallyDrop<OwnedFd>,

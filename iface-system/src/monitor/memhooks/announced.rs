@@ -1,29 +1,37 @@
 //! Announcements of discards by the C library's `madvise`, for userfaultfd when it runs together
 //! with memhooks.
 //!
-//! The kernel reports a discard before it frees the pages, and the event does not name the calling
-//! thread. The hooks notify subscribers before and after each hooked call. So the range of a hooked
-//! call need not stay uncached after its event, but the range of a raw system call must. The hooks
-//! *announce* each call before it starts, so that userfaultfd can tell the two kinds of calls
-//! apart.
+//! # Purpose
+//! The kernel sends an event for each discard before it frees the pages. The event does not name
+//! the calling thread, so its reader does not know when the pages are gone. After the event of a
+//! raw system call, the range must therefore stay uncached for some time. After the event of a
+//! hooked call, it need not: the hook itself notifies subscribers when the call has returned.
 //!
-//! A call whose advice raises no event (MADV_GUARD_INSTALL) is not announced: it would account for
-//! the event of a raw call.
+//! So the hooks *announce* each call before it starts. An event that fits an announced call belongs
+//! to that call. All other events belong to raw calls.
 //!
+//! # Matching of events
 //! A call raises at most one event for each address, in ascending order. So an announced call
-//! accounts for one event of each address. Any further event belongs to a raw call.
+//! accounts for one event of each address. Any further event belongs to a raw call. A call whose
+//! advice raises no event (MADV_GUARD_INSTALL) is not announced, because it would account for the
+//! event of a raw call.
 //!
-//! The event of a raw call over the same range may come first. Then the announced call waits until
-//! its own event was read, and until then no registration of the range becomes valid. But the
-//! announced call raises no event of its own if it fails, or if userfaultfd has stopped watching
-//! the range after the event of the raw call. The discard of the raw call is then missed. This
-//! needs two threads that discard the same pages at the same moment, one of them by a raw call.
+//! # A discard that is missed
+//! Suppose that a raw call discards pages of an announced call's range, and its event comes first.
+//! The event then counts as that of the announced call. The hook keeps the range uncached until the
+//! announced call returns, which is after its own event was read. That second event counts as the
+//! event of a raw call, so the range stays uncached as the raw call needs it.
 //!
-//! The kernel lets the calling thread continue once the event is read, before the reading thread
-//! has compared the event with the announcements. So an announced call waits until as many threads
-//! have finished comparing as had begun to read when it returned ([`Announced::reading`]).
-//! Otherwise its event could be mistaken for that of a raw call, and the range would stay uncached
-//! for as long as another thread runs.
+//! The announced call may raise no event: it may fail, or userfaultfd may have stopped watching the
+//! range after the event of the raw call. The discard of the raw call is then missed. This needs
+//! two threads that discard the same pages at the same moment, one of them by a raw call.
+//!
+//! # The end of an announcement
+//! The kernel lets the calling thread continue once its event is read. The reading thread may not
+//! yet have compared the event with the announcements. An announcement that ended before that would
+//! make the event look like that of a raw call, and the range would stay uncached needlessly. So a
+//! call ends its announcement only when all threads that began to read before its return have
+//! finished comparing ([`Announced::reading`]).
 
 #![allow(unsafe_code, reason = "sleeps by a system call, since a hook must not call std")]
 
@@ -39,8 +47,8 @@ use std::{
 /// further calls are treated like those of raw system calls.
 const CALLS: usize = 32;
 
-/// Multiplier of the use count in [`AnnouncedCall::word`]. The phase in that word is 0 (free),
-/// [`WRITING`] or [`ANNOUNCED`].
+/// The factor of the use count in [`AnnouncedCall::word`]. It exceeds every phase: 0 for a free
+/// slot, [`WRITING`] and [`ANNOUNCED`].
 const PHASES: u64 = 4;
 const WRITING: u64 = 1;
 const ANNOUNCED: u64 = 2;
@@ -52,17 +60,16 @@ struct AnnouncedCall {
     word: AtomicU64,
     start: AtomicU64,
     end: AtomicU64,
-    /// Address up to which events of the announced call have been read. The kernel reports a call's
-    /// range in ascending order.
+    /// End of the part of `start..end` whose events have been read. The kernel reports a call's
+    /// range in ascending order, so one address is enough.
     read: AtomicU64,
 }
 
-/// Length of one pause of a hooked call. Before the call returns, it pauses until every thread that
-/// has read events has compared them with the call's announcement.
+/// Length of one pause in [`Announced::retract`], which waits for the threads that read events.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// Maximum number of pauses of a hooked call. A thread that compares events later may treat the
-/// event of this call like that of a raw system call.
+/// Maximum number of pauses in [`Announced::retract`]. If a thread compares the call's event after
+/// that, the event may count as that of a raw system call.
 const PAUSES: u32 = 5_000;
 
 /// The hooked calls that are announced at the moment. All zeroes mean that no call is announced,
@@ -89,8 +96,8 @@ impl Drop for Reading {
 }
 
 impl Announced {
-    /// Registers the calling thread as one that is about to read userfaultfd events. Until the
-    /// thread drops the guard, [`Announced::retract`] waits.
+    /// Marks the calling thread as one that reads userfaultfd events, until the thread drops the
+    /// returned guard. [`Announced::retract`] waits for such threads.
     pub(super) fn reading(&'static self) -> Reading {
         self.begun.fetch_add(1, SeqCst);
         Reading(&self.compared)
@@ -113,8 +120,8 @@ impl Announced {
         Some(slot)
     }
 
-    /// Ends the announcement of a call that has returned. First waits until every event that was
-    /// read during the call was compared with the announcement, for at most [`PAUSES`] pauses.
+    /// Ends the announcement of a call that has returned. First waits until the threads that were
+    /// reading events have compared these with the announcement, but at most for [`PAUSES`] pauses.
     /// May change `errno`.
     pub(super) fn retract(&self, slot: usize) {
         let begun = self.begun.load(SeqCst);
@@ -137,7 +144,8 @@ impl Announced {
     }
 
     /// Assigns the event of a discard of `start..end` to an announced call. Returns false if no
-    /// announced call covers these addresses, or if that call already had an event for them.
+    /// announced call covers these addresses, or if each call that covers them already had an event
+    /// for them. The event then belongs to a raw system call.
     pub(super) fn account_event(&self, start: u64, end: u64) -> bool {
         self.calls.iter().any(|call| {
             let word = call.word.load(SeqCst);

@@ -1,10 +1,12 @@
-//! A cache of mappings that have passed [`Maps::check`]. Its content is valid until the next hook
-//! runs.
+//! A cache of mappings that have passed [`Maps::check`]. The content becomes invalid when the next
+//! hook runs.
 //!
-//! A query of the kernel costs a microsecond or more at each registration. With the cache, a
-//! program that registers much and unmaps little needs one query for each mapping. A lookup takes
-//! no lock. A writer makes a version number odd while it writes. So the result of a lookup counts
-//! only if the version is even, and is the same before and after the lookup.
+//! A query of the kernel costs a microsecond or more. Without the cache, each registration would
+//! need a query. With it, a program that registers much and unmaps little needs one for each
+//! mapping.
+//!
+//! A lookup takes no lock. A writer makes a version number odd while it writes. So the result of a
+//! lookup counts only if the version was even and did not change during the lookup.
 
 use std::sync::atomic::{
     AtomicU64,
@@ -36,8 +38,8 @@ pub(super) struct AreaCache {
     /// Sequence number of the cache's content, which is odd while a thread changes the content.
     version: AtomicU64,
     /// The version of the hooks' subscriber table ([`quiet_stamp`](SubscriberTable::quiet_stamp))
-    /// that the cached mappings belong to. A hook that runs changes the table's version, which
-    /// makes the content of this cache invalid.
+    /// at which the mappings were cached. Each hook that runs changes the table's version. The
+    /// cached mappings are valid only while the two versions are equal.
     stamp: AtomicU64,
     areas: [CachedArea; REMEMBERED],
     /// Lock that a thread holds while it inserts a mapping into this cache. The value is the number

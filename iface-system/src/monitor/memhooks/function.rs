@@ -107,17 +107,19 @@ fn largest(address: usize) -> Option<u64> {
     HUGE.iter().copied().find(|size| (address as u64).is_multiple_of(*size))
 }
 
-/// Like [`largest`], but returns `None` if every length in `lens` is a multiple of the result,
-/// because rounding them to huge pages would then change nothing.
+/// Returns the size of the largest huge page that `address` is aligned to. Returns `None` if there
+/// is no such size, or if every length in `lens` is a multiple of it, so that rounding the lengths
+/// up would change nothing.
 fn matters(address: usize, lens: [usize; 2]) -> Option<u64> {
     largest(address).filter(|huge| lens.iter().any(|len| !(*len as u64).is_multiple_of(*huge)))
 }
 
-/// Returns the size of the huge pages to which the kernel rounds up `len` in a call of `mmap` with
-/// these arguments. Returns `None` if the call maps no huge pages, or if rounding does not change
-/// `len`. If the size is unknown, returns the largest one that `address` is aligned to.
+/// Returns the size of the huge pages that a call of `mmap` with these arguments maps, to which the
+/// kernel rounds `len` up. Returns `None` if the call maps no huge pages, or if rounding does not
+/// change `len`.
 ///
-/// If the call makes an anonymous mapping, `flags` must include MAP_HUGETLB.
+/// If the arguments do not tell the size, returns the largest one that `address` is aligned to. If
+/// the call makes an anonymous mapping, `flags` must include MAP_HUGETLB.
 #[cold]
 fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u64> {
     let fitting = matters(address, [len; 2])?;
@@ -138,9 +140,11 @@ fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u6
     (status.f_type == libc::HUGETLBFS_MAGIC).then_some(status.f_bsize as u64)
 }
 
-/// Returns the size of the huge pages that are mapped at `address`, and true if that size is known.
-/// Otherwise the pages may be smaller. Returns `None` if there are no huge pages, or if rounding to
-/// their size does not change `lens`.
+/// Returns the size of the huge pages that are mapped at `address`, and whether that size is known.
+/// If it is not known, the pages may be smaller than the returned size.
+///
+/// Returns `None` if no huge pages are mapped there, or if rounding `lens` up to their size changes
+/// nothing.
 #[cold]
 fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<(u64, bool)> {
     let fitting = matters(address, lens)?;
@@ -160,8 +164,8 @@ fn round_up(bytes: u64, size: u64) -> u64 {
     bytes.checked_add(size - 1).map_or(u64::MAX, |end| end & !(size - 1))
 }
 
-/// Returns the memory that a call of `mremap` with these arguments affects, in a mapping with pages
-/// of `size` bytes. If the size is not known, the pages may be smaller.
+/// Returns the memory that a call of `mremap` with these arguments affects. The mapping has pages
+/// of `size` bytes if `is_known` is true, and otherwise of `size` bytes or fewer.
 #[inline(always)]
 fn remapped(args: &Args, (size, is_known): (u64, bool)) -> AffectedRanges {
     let [start, old_len, new_len, _, new, _] = args.map(|arg| arg as u64);
@@ -208,9 +212,11 @@ impl Function {
         }
     }
 
-    /// Returns the range that a call of `madvise` discards, if the kernel sends userfaultfd events
-    /// for the discard. Returns `None` for other calls, even of `process_madvise`, whose addresses
-    /// are not known. `affected` is the result of [`Function::affected`].
+    /// Returns the range of a call of `madvise` for which the kernel sends userfaultfd events.
+    /// `affected` is the result of [`Function::affected`].
+    ///
+    /// Returns `None` for calls that raise no such event. Also returns `None` for every call of
+    /// `process_madvise`, because its addresses are not known.
     #[inline(always)]
     pub(super) const fn range_of_events(
         self,
@@ -384,8 +390,8 @@ mod tests {
     }
 
     /// MON-02: a hooked call is announced only if it is a call of `madvise` whose advice raises a
-    /// userfaultfd event. `announced_advices_are_those_that_raise_events` compares the advices with
-    /// those for which the kernel raises an event.
+    /// userfaultfd event. The test `announced_advices_are_those_that_raise_events` checks the same
+    /// list of advices against the kernel.
     #[test]
     fn only_calls_that_raise_events_are_announced() {
         let announced = |function: Function, advice: usize| {
@@ -422,7 +428,7 @@ mod tests {
         assert_eq!(affected((512 << 20, false)), range(1 << 30, 512 * MIB));
     }
 
-    /// The test only maps huge pages without reserving or touching them, so the machine needs none.
+    /// The machine needs no free huge pages: the test maps them without reserving or touching them.
     #[test]
     fn huge_pages_are_affected_whole() {
         use Function::*;
