@@ -87,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// The start and the length of this range add up to 2^64.
+    /// The range ends at the last address, so its start plus its length overflows 64 bits.
     #[test]
     fn range_at_the_end_of_the_address_space_is_queried() {
         let range = AddressRange::new(Address(u64::MAX - 4095), 4096).unwrap();

@@ -13,7 +13,7 @@ pub(super) fn is_hooked_discard(_: u64, _: u64) -> bool {
     false
 }
 
-/// Returns `None` instead of a guard, since this target has no hooked calls that must wait while
+/// Returns `None`. On targets with hooks, the guard in its place lets hooked calls wait while
 /// userfaultfd events are read.
 pub(super) fn reading_discards() -> Option<()> {
     None

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 
 use super::ranges::FreeRanges;
 
-/// The policy for reusing freed device addresses. With early reuse, code that keeps stale
-/// registrations fails in tests.
+/// The policy for reusing freed device addresses. [`AddressReuse::JustFreed`] makes tests fail
+/// whose code uses an outdated registration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AddressReuse {
-    /// A freed address is reused only after allocations have reached the end of the iface's
-    /// reserved range.
+    /// Addresses are allocated in ascending order. Freed addresses are reused only after an
+    /// allocation has reached the end of the iface's reserved range.
     #[default]
     Off,
     /// A new allocation gets addresses of the range that was freed last, among the freed ranges

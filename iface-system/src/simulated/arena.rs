@@ -5,10 +5,11 @@
 //! lies at offset 0 of the file. Code that confuses offsets in an allocation with offsets in the
 //! file therefore fails in tests.
 //!
-//! An exported fd keeps memory as a dma-buf does: the extents of an exported allocation are not
-//! reused while any process has an exported fd of the arena open or mapped. The kernel does not
-//! report the number of users of a memory file. But every exported fd is a second open of the file,
-//! so a file lease shows if there is a user ([`is_open_elsewhere`]).
+//! An exported fd keeps the memory, as the fd of a dma-buf does. While any process has an exported
+//! fd of the arena open or mapped, the arena does not reuse the memory of a freed allocation that
+//! was exported. The kernel does not report the number of users of a memory file. But every
+//! exported fd is a second open of the file, so a file lease shows if there is a user
+//! ([`is_open_elsewhere`]).
 
 #![allow(unsafe_code, reason = "atomic words in the device's mapping")]
 
@@ -32,8 +33,9 @@ use crate::sys;
 /// (*stamp*) for each allocation that was exported by an IPC handle.
 const STAMP_BYTES: u64 = 32 << 10;
 
-/// Number of extents in [`FileArena::quarantine`] at which the arena checks if a process still has
-/// an exported fd of the file open or mapped. The number is multiplied by [`FileArena::probes`].
+/// Number of extents in [`FileArena::quarantine`] at which the arena checks if their memory can be
+/// reused: if no process has an exported fd of the file open or mapped. [`FileArena::probes`]
+/// multiplies this number.
 const QUARANTINE: usize = 256;
 
 /// An arena's memory file, with the mapping through which the copy engine accesses it. Copies in
@@ -115,8 +117,9 @@ impl FileExtent {
 struct FileArena {
     file: Arc<ArenaFile>,
     free: FreeRanges,
-    /// Allocations of this length or more fail without a search, because an earlier search found no
-    /// free range of that length. The value becomes `u64::MAX` when freed space can be reused.
+    /// The length for which the last unsuccessful search looked. Allocations of this length or more
+    /// fail without a search. The value is `u64::MAX` if no search has failed since space was last
+    /// freed.
     full_for: u64,
     /// Number of extents of this arena that are in use.
     live: usize,
@@ -127,9 +130,11 @@ struct FileArena {
     quarantine: Vec<(u64, u64)>,
     /// True once an fd of the file was exported.
     exported: bool,
-    /// Back-off for `release_quarantine`: the function is called when the quarantine has
-    /// `QUARANTINE * probes` extents, or no extent of the arena is in use. The value is 1, plus the
-    /// number of calls in succession that freed nothing because an exported fd was still in use.
+    /// A factor that makes checks of the quarantine rarer while they free nothing. Each check that
+    /// finds an exported fd in use adds 1, and a successful check resets the factor to 1.
+    ///
+    /// A check is made when the quarantine has `QUARANTINE * probes` extents, when no extent of the
+    /// arena is in use, or when the arena is full.
     probes: usize,
     /// Indices of words in the file's header that were in use and are free again.
     free_stamps: Vec<u16>,
@@ -272,9 +277,9 @@ impl FileArenas {
         }
     }
 
-    /// Frees an extent. If it was `exported`, its space is reused only once no process has an
-    /// exported fd of the arena open or mapped. If it was not exported, the caller has already
-    /// freed the extent's pages, and the space can be reused at once.
+    /// Frees an extent. If `exported` is true, the space is reused only once no process has an
+    /// exported fd of the arena open or mapped. If it is false, the space can be reused at once,
+    /// and the caller has already freed the extent's pages.
     pub(crate) fn give(&mut self, extent: FileExtent, exported: bool) {
         let Some(number) = extent.arena else { return };
         let Some(arena) = self.arenas[number].as_mut() else { return };

@@ -121,8 +121,8 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets the PCI addresses of device 0, 1 and so on. With these a test can place the devices in
-    /// a recorded PCI topology. Default: none.
+    /// Sets the PCI addresses of the devices, beginning with device 0. A test can thereby place the
+    /// devices in a recorded PCI topology. By default the devices have no PCI address.
     #[must_use]
     pub fn pci_bus_ids(mut self, ids: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.config.pci_bus_ids = ids.into_iter().map(Into::into).collect();
@@ -137,7 +137,8 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets how the iface's monitor detects frees. Default: [`FreeDetection::Identity`].
+    /// Sets the method by which the iface's monitor detects frees. Default:
+    /// [`FreeDetection::Identity`].
     #[must_use]
     pub fn free_detection(mut self, free_detection: FreeDetection) -> Self {
         self.config.free_detection = free_detection;
@@ -159,7 +160,7 @@ impl SimulatedBuilder {
         self
     }
 
-    /// Sets the time that each copy takes in addition to the time for its bytes. Default: none.
+    /// Sets the fixed time of each copy, to which the time for its bytes is added. Default: none.
     #[must_use]
     pub fn copy_latency(mut self, latency: Duration) -> Self {
         self.pace.latency = latency;
@@ -176,8 +177,8 @@ impl SimulatedBuilder {
     /// Sets who runs asynchronous copies: an engine thread or the application. Default:
     /// [`Stepping::Thread`].
     ///
-    /// With [`Stepping::ByHand`], latency and bandwidth have no effect, and blocking copies
-    /// overtake queued ones.
+    /// With [`Stepping::ByHand`], latency and bandwidth have no effect. A blocking copy then runs
+    /// at once, before asynchronous copies that were queued earlier.
     #[must_use]
     pub fn stepping(mut self, stepping: Stepping) -> Self {
         self.stepping = stepping;
@@ -200,9 +201,10 @@ impl SimulatedBuilder {
     }
 
     /// Sets the length in bytes of the segments of an
-    /// [`AllocationKind::Virtual`](hmem_core::AllocationKind::Virtual) allocation. It may be shorter
-    /// or longer than a page of the host. The last segment of an allocation may be shorter.
-    /// Default: 2 MiB.
+    /// [`AllocationKind::Virtual`](hmem_core::AllocationKind::Virtual) allocation. Default: 2 MiB.
+    ///
+    /// The length need not be a multiple of the host's page size, and may be less than a page. The
+    /// last segment of an allocation may be shorter.
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.config.segment_len = bytes;

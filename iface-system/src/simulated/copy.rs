@@ -48,8 +48,8 @@ impl SimulatedInner {
     /// Moves the bytes of a copy. The caller has waited until the copy's simulated end.
     ///
     /// # Safety
-    /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`] for host memory.
-    /// `transfer` keeps device memory alive.
+    /// For the host memory of the copy, the caller must uphold the safety contract of
+    /// [`hmem_core::Iface::copy`].
     unsafe fn finish(&self, transfer: &CopySides) -> Result<()> {
         self.check_still_there(transfer)?;
         // SAFETY: the caller promises that the host memory is valid, and `transfer` keeps the files
@@ -88,11 +88,12 @@ impl SimulatedInner {
         Ok(Some(DeviceSide { allocation, start: address, extents }))
     }
 
-    /// Checks that the device memory of a queued copy still belongs to the allocations that it
-    /// belonged to when the copy was queued.
+    /// Checks that the device memory of a queued copy still belongs to the same allocations as when
+    /// the copy was queued.
     ///
     /// # Errors
-    /// BadState: an allocation was freed meanwhile. Its addresses may belong to another one by now.
+    /// BadState: an allocation was freed meanwhile. Another allocation may have its addresses by
+    /// now.
     fn check_still_there(&self, transfer: &CopySides) -> Result<()> {
         let sides = match transfer {
             CopySides::In { to, .. } => [Some(to), None],

@@ -53,7 +53,8 @@ impl Pace {
 struct QueuedCopy {
     /// The function that moves the bytes.
     work: Box<dyn FnOnce() -> Result<()> + Send>,
-    /// The simulated end of the copy. `None` if the copy takes no simulated time.
+    /// The time before which an engine thread does not run the copy: the simulated end of the copy.
+    /// `None` if the copy takes no simulated time.
     not_before: Option<Instant>,
     done: Arc<CopyOutcome>,
 }
@@ -82,7 +83,8 @@ impl CopyOutcome {
 #[derive(Default)]
 struct CopyQueue {
     copies: VecDeque<QueuedCopy>,
-    /// The time at which the last of the copies that were started so far will end.
+    /// The simulated end of the last copy so far, blocking or queued. The next copy begins no
+    /// earlier.
     busy_until: Option<Instant>,
     stop: bool,
 }
@@ -92,8 +94,8 @@ struct EngineState {
     queue: Mutex<CopyQueue>,
     /// Notified when a copy is queued, and when the engine is dropped.
     changed: Condvar,
-    /// Lock that is held during [`EngineState::step`], so that copies run in order if several
-    /// threads call it.
+    /// Lock that a thread holds during [`EngineState::step`], so that copies run in order if
+    /// several threads make steps.
     stepping: Mutex<()>,
 }
 
@@ -238,8 +240,8 @@ impl EngineState {
 
 struct QueuedCopyEvent {
     done: Arc<CopyOutcome>,
-    /// The engine of the copy if [`Stepping::ByHand`] is set: `wait` then runs the engine's queued
-    /// copies. `None` if an engine thread runs the copies.
+    /// The engine of the copy if [`Stepping::ByHand`] is set. Waiting for the copy then runs the
+    /// engine's queued copies. `None` if an engine thread runs the copies.
     engine: Option<Arc<EngineState>>,
 }
 

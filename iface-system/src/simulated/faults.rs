@@ -12,8 +12,8 @@ named_enum! {
     pub enum DeviceCall {
         /// The call that lists the devices.
         Devices = "sim_devices",
-        /// The call that looks up a device address. Calls before the first use of [`Faults`] are
-        /// not counted, because a counter that every thread writes would cost more than the lookup.
+        /// The call that looks up a device address. The calls are counted only from the first use
+        /// of [`Faults`] on, because a counter that every thread writes costs more than the lookup.
         Query = "sim_query",
         /// The call that lists the physical segments of a range.
         Segments = "sim_segments",

@@ -51,10 +51,9 @@ pub(crate) struct SimulatedState {
     pub(crate) addresses: AddressSpace,
     pub(crate) reservations: Reservations,
     writer: TableWriter,
-    /// The live allocations. The index of an allocation is the number of its entry in the page
-    /// table.
+    /// The live allocations, each at the index that its entry has in the page table.
     pub(crate) records: Vec<Option<SimulatedAllocation>>,
-    /// The numbers below `records.len()` whose entries are free.
+    /// The free indices of `records`, which new allocations use first.
     free_numbers: Vec<u32>,
     /// Identity of the next allocation.
     next_id: u64,
@@ -96,7 +95,8 @@ impl SimulatedState {
         }
     }
 
-    /// Makes addresses free again: those of a mapping in its reservation, others for everyone.
+    /// Frees addresses. Addresses inside a reservation return to that reservation. Other addresses
+    /// can be used by any new allocation.
     pub(crate) fn give_addresses(&mut self, at: u64, len: u64) {
         if !self.reservations.give(at, len) {
             self.addresses.give(at, len);
@@ -129,7 +129,8 @@ impl Allocator for SimulatedInner {
 }
 
 impl SimulatedInner {
-    /// Allocates memory: at the address `place`, which is reserved, or at any address.
+    /// Allocates memory at the reserved address `place`, or at an address of the iface's choice if
+    /// `place` is `None`.
     pub(crate) fn allocate_at(
         &self,
         request: &AllocRequest,
@@ -316,8 +317,9 @@ impl SimulatedInner {
         Ok(allocation)
     }
 
-    /// Frees an allocation: notifies the subscribers, removes the allocation from lookups, and then
-    /// releases the memory. If `opened` is true, instead closes an allocation of another process.
+    /// Removes an allocation and releases its memory: notifies the subscribers, removes the
+    /// allocation from lookups, and then frees the memory. `opened` is false for an allocation of
+    /// this iface, and true for one of another process that this iface has opened.
     pub(crate) fn end(
         &self,
         allocation: &Allocation,
@@ -391,11 +393,11 @@ impl SimulatedInner {
         Ok(record)
     }
 
-    /// Returns the number of an allocation's entry in the page table.
+    /// Returns the number of an allocation's entry in the page table. `opened` must be true for an
+    /// allocation of another process that this iface has opened, and false for one of this iface.
     ///
     /// # Errors
     /// InvalidArgument: the allocation is not live, a thread is freeing it, or `opened` is wrong.
-    /// `opened` must be true for memory of another process, and false for memory of this iface.
     pub(crate) fn live_number(
         &self,
         state: &SimulatedState,
@@ -492,7 +494,8 @@ impl SegmentMap for SimulatedInner {
         Ok(segments.collect())
     }
 
-    /// Returns the allocations in a range. Each mapping in a reservation is an allocation.
+    /// Returns the parts of `range` that belong to a live allocation. Each mapping in a reservation
+    /// is an allocation of its own.
     fn mapped(&self, range: AddressRange) -> Result<Vec<AddressRange>> {
         self.call(DeviceCall::Segments)?;
         let state = self.state.lock();

@@ -5,9 +5,12 @@
 //!   device memory.
 //! - Bytes move through a copy engine or through exported fds.
 //!
-//! The simulation is as strict as hardware, so that it does not hide bugs. Addresses can be reused
-//! at once, identities never. Subscribers are notified before a free, or not at all (see
-//! [`FreeDetection`]). Tests can make any call fail.
+//! The simulation is as strict as hardware, so that it does not hide bugs:
+//!
+//! - Addresses can be reused at once, identities never.
+//! - With [`FreeDetection::Callback`], subscribers are notified before a free. With
+//!   [`FreeDetection::Identity`], they are not notified at all.
+//! - Tests can make any call fail.
 
 mod address_space;
 mod arena;
@@ -139,8 +142,8 @@ impl Simulated {
 
     /// Runs the oldest asynchronous copy that has not begun. Returns false if there is none.
     ///
-    /// The method is meant for [`Stepping::ByHand`]. With [`Stepping::Thread`] the copy runs before
-    /// its simulated end.
+    /// The method is meant for [`Stepping::ByHand`]. With [`Stepping::Thread`] it runs the copy too
+    /// early: before the time that latency and bandwidth give.
     pub fn step(&self) -> bool {
         self.inner.engine.step()
     }
@@ -170,8 +173,8 @@ impl SimulatedInner {
         Ok(self.table.lookup(address))
     }
 
-    /// Looks up an address, and counts the driver call. The function is not inlined, so that
-    /// uncounted lookups need no stack frame.
+    /// Looks up an address, and counts the driver call. This is a function of its own, so that
+    /// lookups that are not counted need no stack frame.
     #[cold]
     #[inline(never)]
     fn query_counted(&self, address: Address) -> Result<Option<Allocation>> {

@@ -17,7 +17,7 @@ use hmem_core::DeviceId;
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct P2pMatrix {
-    /// The answer for pairs that are not in `known`.
+    /// The access of pairs that are not in `known`: true if the NIC can access the device.
     otherwise: bool,
     known: BTreeMap<(DeviceId, String), bool>,
 }

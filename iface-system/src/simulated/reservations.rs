@@ -13,19 +13,21 @@ use super::{Simulated, SimulatedInner, faults::DeviceCall, ranges::FreeRanges};
 /// are whole pages.
 #[derive(Debug, Default)]
 pub(crate) struct Reservations {
-    /// The length of each reservation, and the addresses in it without memory, by its start.
+    /// The reservations by start address. Each has its length, and the set of its addresses that
+    /// have no memory.
     by_start: BTreeMap<u64, (u64, FreeRanges)>,
 }
 
 impl Reservations {
-    /// Returns the addresses without memory of the reservation that contains a range.
+    /// Finds the reservation that contains the range, and returns the set of its addresses that
+    /// have no memory.
     fn around(&mut self, at: u64, len: u64) -> Option<&mut FreeRanges> {
         let (start, (reserved, free)) = self.by_start.range_mut(..=at).next_back()?;
         (at.checked_add(len)? <= start + *reserved).then_some(free)
     }
 
-    /// Takes addresses without memory. Returns false if not all of them are in one reservation and
-    /// without memory.
+    /// Marks addresses of a reservation as ones that have memory. Returns false, and changes
+    /// nothing, if they are not all in one reservation or if some of them have memory already.
     pub(crate) fn take(&mut self, at: u64, len: u64) -> bool {
         self.around(at, len).is_some_and(|free| free.take_at(at, len))
     }

@@ -19,8 +19,9 @@ pub struct SimulatedStats {
     /// Number of dma-buf exports that are not released. The number is exact if every export is
     /// released by `release_dma_buf`.
     ///
-    /// If users only close the fds, the number drops to 0 once all exported memory files are
-    /// closed. It does not drop if genuine dma-bufs are closed.
+    /// Users may only close the fds instead. If the exports are memory files, the number then drops
+    /// to 0 once all of them are closed. If the exports are genuine dma-bufs, the number does not
+    /// drop.
     pub live_exports: u64,
     /// Number of current subscriptions to frees.
     pub subscriptions: u64,

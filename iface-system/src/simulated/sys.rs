@@ -20,16 +20,16 @@ pub(crate) fn reserve(len: usize) -> Result<Mapping, OsErrno> {
     Mapping::anonymous(len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
 }
 
-/// Asks the kernel to use pages of about 2 MiB for parts of a mapping that are not written yet
-/// (`MADV_HUGEPAGE`). The kernel may have no such pages.
+/// Asks the kernel for huge pages in a mapping (`MADV_HUGEPAGE`). Only parts that are not written
+/// yet get huge pages, and only if the kernel has some.
 pub(crate) fn prefer_huge_pages(mapping: &Mapping) -> Result<(), OsErrno> {
     let (at, len) = (mapping.as_ptr().cast(), mapping.len());
     // SAFETY: the range is this mapping, and the call keeps its contents.
     unsafe { rustix::mm::madvise(at, len, Advice::LinuxHugepage) }
 }
 
-/// Replaces `len` bytes at `offset` of a reservation by a shared mapping of `fd`. The mapped part
-/// of the file starts at its offset `in_file`.
+/// Replaces `len` bytes at `offset` of a reservation by a shared mapping of a file, beginning with
+/// the file's byte at offset `in_file`.
 pub(crate) fn place_shared(
     reservation: &Mapping,
     offset: u64,
@@ -85,13 +85,14 @@ fn succeeded(success: bool) -> Result<(), OsErrno> {
 }
 
 /// Returns true if a process has opened the memory file again for writing, or has a mapping made
-/// with such an fd. The fd from `memfd_create` and its mappings do not count. The function tries to
-/// set a read lease (`F_SETLEASE`), which the kernel grants only if there is no such process.
+/// with such an fd. The fd from `memfd_create` and its mappings do not count.
 ///
-/// Also returns true if the lease fails for another reason. The lease ends before this function
-/// returns. A process that opens the file during the lease waits until the lease ends. In that case
-/// the kernel sends `SIGURG` to the process that holds the lease.
-/// [`sealed_memfd`](crate::sys::sealed_memfd) chose that signal because it is ignored by default.
+/// The function tries to set a read lease (`F_SETLEASE`), which the kernel grants only if no
+/// process has the file open for writing. Also returns true if the lease fails for another reason.
+///
+/// The lease ends before this function returns. If another process opens the file during the lease,
+/// that process waits, and the kernel sends the signal `SIGURG` to the holder of the lease.
+/// [`sealed_memfd`](crate::sys::sealed_memfd) selects that signal because it is ignored by default.
 pub(crate) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: a plain fcntl on a borrowed, open fd; the argument is a lease type.
     if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) } != 0 {

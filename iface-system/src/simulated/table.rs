@@ -1,19 +1,27 @@
 //! Lookup of allocations by address: a page table that is read without locks.
 //!
-//! The window of addresses is divided into pages, and consecutive pages form blocks. A block has as
-//! many pages as slots fit into one page of memory (1,024 with pages of 4 KiB), so that the slots
-//! of an empty block can be returned to the kernel. If one allocation covers a whole block, the
-//! block has one slot. Otherwise each of its pages has a slot. A slot holds the index of an
-//! [`AllocationEntry`], or 0, the index of an entry that is never written. Slots and entries lie in
-//! arrays that use memory only where they are written. So a lookup loads two slots independently of
-//! each other, and then the entry.
+//! # Slots
+//!
+//! The window of addresses is divided into pages, and consecutive pages form blocks. Each block and
+//! each page has a slot. A slot holds the index of an [`AllocationEntry`], or 0. If one allocation
+//! covers a whole block, the slot of the block is set. Otherwise the slots of its pages are used. A
+//! lookup loads both slots independently of each other, and then the entry. Entry 0 is never
+//! written.
+//!
+//! Slots and entries lie in arrays that use memory only where they were written. A block has as
+//! many pages as slots fit into one page of memory (1,024 with pages of 4 KiB). So the slots of an
+//! empty block fill one page, which can be returned to the kernel.
+//!
+//! # Entries
 //!
 //! Entries are type-stable: a freed entry is reused, and never unmapped. The identity in an entry
-//! is also the sequence number of a seqlock: it is 0 while the fields change, and no identity
+//! is also the sequence number of a seqlock. It is 0 while the other fields change, and no identity
 //! occurs twice. If a reader sees the same identity before and after it reads the other fields,
-//! these are consistent. A reader that sees two identities has raced with the free of the
-//! allocation, and may return `None`, because at some moment of the lookup there was no allocation.
-//! No reader ever waits.
+//! these are consistent.
+//!
+//! If the two identities differ, the allocation was freed during the lookup. The reader may then
+//! return `None`, because at some moment of the lookup there was no allocation. No reader ever
+//! waits.
 
 #![allow(unsafe_code, reason = "arrays of zeroed elements")]
 
@@ -32,9 +40,8 @@ use super::lazy::LazyArray;
 /// The maximum number of live allocations of one iface.
 pub(crate) const MAX_ENTRIES: usize = 1 << 24;
 
-/// The lowest bit of [`AllocationEntry::kind_and_device`], which is set if the allocation belongs
-/// to a device. The upper 32 bits then hold the device's number. The bits in between hold the
-/// allocation's kind.
+/// A bit of [`AllocationEntry::kind_and_device`], set if the allocation belongs to a device. The
+/// upper 32 bits then hold the device's number. The allocation's kind is in the bits between.
 const HAS_DEVICE: u64 = 1;
 const KIND_SHIFT: u32 = 1;
 

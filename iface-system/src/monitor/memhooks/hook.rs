@@ -31,8 +31,9 @@ pub(super) static REGISTRY: HookRegistry<MemhooksState> = HookRegistry::new();
 #[derive(Debug)]
 pub(super) struct MemhooksState {
     pub(super) table: SubscriberTable,
-    /// Number of hooked calls of `brk(NULL)`. The self-test makes such a call and checks that it is
-    /// counted. Any other call of `brk` could move the end of the heap.
+    /// Number of hooked calls of `brk(NULL)`. The self-test makes such a call and checks that the
+    /// hook counted it. A call of `brk` with another address could move the end of the heap, so the
+    /// self-test makes no such call.
     pub(super) brk_probes: AtomicU64,
     /// The hooked calls of `madvise` that are discarding pages at the moment.
     pub(super) announced: Announced,
@@ -49,8 +50,8 @@ impl HasTable for MemhooksState {
     }
 }
 
-/// The signature of the hooks, which also call the original functions by it: six register-sized
-/// arguments, and a register-sized result.
+/// The signature of the hooks: six register-sized arguments, and a register-sized result. The hooks
+/// call the original functions with this signature too.
 type HookedFn = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
 /// Addresses by which the hooks call the original functions, indexed by [`Function`].

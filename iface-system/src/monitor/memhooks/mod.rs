@@ -39,9 +39,11 @@ pub(super) fn is_hooked_discard(start: u64, end: u64) -> bool {
     subscribers.is_some_and(|subscribers| subscribers.shared().announced.account_event(start, end))
 }
 
-/// Registers the calling thread, which is about to read userfaultfd events and pass them to
-/// [`is_hooked_discard`]. Hooked discards wait until the thread drops the guard. Returns `None` if
-/// no [`MemHooks`] has started yet. Allocates nothing and takes no lock.
+/// Marks the calling thread as one that reads userfaultfd events and passes them to
+/// [`is_hooked_discard`]. Until the thread drops the returned guard, hooked calls of `madvise` do
+/// not return.
+///
+/// Returns `None` if no [`MemHooks`] has started yet. Allocates nothing and takes no lock.
 pub(super) fn reading_discards() -> Option<Reading> {
     hook::REGISTRY.subscribers().map(|subscribers| subscribers.shared().announced.reading())
 }

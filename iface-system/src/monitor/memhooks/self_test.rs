@@ -193,8 +193,8 @@ fn fire_shm(test: &Expecting, page: usize) -> Result<()> {
     })
 }
 
-/// Tests that `brk` is hooked: calls `brk(NULL)`, which the hook counts. That call does not move
-/// the end of the heap, which allocations of other threads use.
+/// Tests that `brk` is hooked: calls `brk(NULL)`, which the hook counts. Other calls of `brk` would
+/// move the end of the heap, while allocations of other threads use the heap.
 fn fire_brk(subscribers: &Subscribers<MemhooksState>) -> Result<()> {
     let arrived = || subscribers.shared().brk_probes.load(Ordering::SeqCst);
     let before = arrived();

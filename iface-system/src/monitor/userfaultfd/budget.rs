@@ -26,21 +26,23 @@ use super::NAME;
 /// mappings.
 const SHARE: usize = 16;
 
-/// Divisor of the kernel's limit: monitors watch no further range if the process has more than
-/// `limit - limit / SHARE - limit / SPARE` mappings besides those of watched ranges.
+/// Divisor of the kernel's limit for the reserve of the application. Monitors watch no further
+/// range if the rest of the process has more than `limit - limit / SHARE - limit / SPARE` mappings.
+/// The rest means all mappings except those of watched ranges.
 const SPARE: usize = 64;
 
 /// The kernel's default of `vm.max_map_count`, which is used if `/proc` does not show the real
 /// value.
 const DEFAULT: usize = 65_530;
 
-/// The minimum number of calls of [`Budget::reserve`] between two counts of the process's mappings,
-/// if the process is not near the limit.
+/// The number of calls of [`Budget::reserve`] between two counts of the process's mappings. If the
+/// process has many mappings, there are more calls between two counts. Near the limit, the number
+/// is [`REFUSALS_BETWEEN_COUNTS`] instead.
 const BETWEEN_COUNTS: usize = 1024;
 
-/// The number of refused ranges after which the process's mappings are counted again. The monitor
-/// does not learn that the application has unmapped other memory, so it must count to find room. A
-/// count of 60,000 mappings takes some 10 ms.
+/// The number of refused ranges after which the process's mappings are counted again. Only a new
+/// count shows that the application has unmapped other memory, so that there is room again.
+/// Counting at each refusal would be slow: a count of 60,000 mappings takes some 10 ms.
 const REFUSALS_BETWEEN_COUNTS: usize = 64;
 
 /// The number of separate (not adjacent) ranges that all userfaultfd monitors of this process
@@ -68,11 +70,11 @@ pub(super) struct Budget {
     /// The number of separate (not adjacent) ranges that this monitor watches.
     own: usize,
     /// The number of calls of [`Budget::reserve`] that are left until the next count of the
-    /// process's mappings. Calls that ask for no further range or fail with [`Unwatched::Share`] do
-    /// not change the number.
+    /// process's mappings. Calls that reserve nothing, or that fail with [`Unwatched::Share`], are
+    /// not counted.
     until_count: usize,
-    /// True if the last count found that the process had few mappings left, or if the kernel has
-    /// refused a mapping since.
+    /// True if the process is near the kernel's limit on mappings: the last count showed it, or the
+    /// kernel has refused a mapping since.
     crowded: bool,
 }
 
@@ -94,15 +96,16 @@ impl Budget {
         Ok(Self { limit, all, own: 0, until_count: 0, crowded: false })
     }
 
-    /// Reserves mappings, so that this monitor may watch `own` separate ranges in total. Always
-    /// succeeds if the monitor already watches as many ranges.
+    /// Reserves mappings, so that this monitor may watch `own` separate ranges in total. Succeeds
+    /// at once if the monitor watches that many already.
+    ///
+    /// Then the caller asks the kernel to watch the ranges. Whether that succeeds or not, and also
+    /// after an error of this method, the caller passes the real number of watched ranges to
+    /// [`Budget::set_watched`].
     ///
     /// # Errors
     /// - [`Unwatched::Share`]: the process's monitors would exceed their share.
     /// - [`Unwatched::Process`]: the process has few mappings left.
-    ///
-    /// The caller then asks the kernel to watch the ranges. After that, or if this method has
-    /// failed, the caller passes the real number of watched ranges to [`Budget::set_watched`].
     pub(super) fn reserve(&mut self, own: usize) -> Result<(), Unwatched> {
         if own <= self.own {
             return Ok(());
@@ -177,8 +180,8 @@ mod tests {
         Budget { limit, all, own: 0, until_count: 0, crowded: false }
     }
 
-    /// Creates shared mappings, so that the process has more than 34 mappings: too many for a
-    /// budget whose limit is 32. The kernel does not merge shared mappings.
+    /// Creates 40 shared mappings, which the kernel does not merge. So the process has more than 34
+    /// mappings, which is too many for a budget with a limit of 32.
     fn more_mappings_than_34() -> Vec<Mapping> {
         let map = |_| {
             let access = ProtFlags::READ;

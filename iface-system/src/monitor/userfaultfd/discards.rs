@@ -1,19 +1,19 @@
 //! Pending discards: calls of `madvise(2)` that may not have freed their pages yet.
 //!
-//! The kernel reports MADV_DONTNEED, MADV_FREE and MADV_REMOVE *before* it frees the pages: the
-//! calling thread continues as soon as the event is read, and frees them some time later. A
-//! registration in between pins the old pages. So the range of such an event is *pending*, and not
-//! cached, until the call has certainly returned.
+//! The kernel sends the event of MADV_DONTNEED, MADV_FREE or MADV_REMOVE *before* it frees the
+//! pages. The calling thread continues as soon as the event is read, and frees the pages some time
+//! later. A registration in between would pin the old pages. So the range of such an event is
+//! *pending*, and not cached, until the call has certainly returned.
 //!
-//! The event does not name its thread. The call has certainly returned once every thread of the
-//! process was seen outside such calls after the event was read. `/proc/self/task` shows this for
-//! two kinds of threads:
+//! The event does not name the calling thread. So this module looks at all threads of the process
+//! in `/proc/self/task`. The call has certainly returned once each thread was seen outside such
+//! calls after the event was read. Two kinds of threads are seen outside:
 //!
-//! - a thread that sleeps outside such calls, for example in another system call;
+//! - a thread that sleeps elsewhere, for example in another system call;
 //! - the thread that reads `/proc/self/task`.
 //!
-//! It shows nothing about a running thread, which may be in the call or not. While a thread runs
-//! without a pause, the range stays uncached.
+//! A running thread may be in the call or not, which `/proc` does not show. While some thread runs
+//! without a pause, the range therefore stays uncached.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -25,8 +25,8 @@ use std::{
 
 use super::thread::UffdState;
 
-/// The maximum number of discards that [`Discards`] records. If there are more, all memory counts
-/// as being discarded.
+/// The maximum number of pending discards in [`Discards`]. One discard more, and a single discard
+/// of all memory replaces them.
 const PENDING: usize = 4096;
 
 /// Number of times that [`Discards::settled`] examines the threads before it returns false.
@@ -48,9 +48,9 @@ pub(super) struct Discards {
     last: u64,
     /// The range and the number of each pending discard, oldest first.
     pending: Vec<(Range<u64>, u64)>,
-    /// For each thread id, the value of `last` when the thread was last seen outside calls that
-    /// discard memory. If this thread made the call of a discard up to that number, the call has
-    /// returned.
+    /// For each thread id, the number of the latest discard when the thread was last seen outside
+    /// calls that discard memory. The thread is in no call of a discard with that number or a lower
+    /// one.
     outside: HashMap<u32, u64>,
 }
 
@@ -82,9 +82,9 @@ impl Discards {
         self.pending.is_empty()
     }
 
-    /// Returns true if no pending discard contains pages of `range`. If one does, examines the
-    /// threads of the process up to [`LOOKS`] times, to find out if its call of `madvise` has
-    /// returned.
+    /// Returns true if no pending discard contains pages of `range`. As long as one does, examines
+    /// the threads of the process, which may show that the call of `madvise` has returned. Returns
+    /// false after [`LOOKS`] such attempts, or if `/proc` cannot be read.
     pub(super) fn settled(&mut self, range: &Range<u64>) -> bool {
         for _ in 0..LOOKS {
             let touches = |(pending, _): &(Range<u64>, u64)| {
@@ -165,8 +165,9 @@ fn state_and_flags(line: &str) -> Option<(char, u64)> {
     Some((state, words.nth(5)?.parse().ok()?))
 }
 
-/// Returns true if `line`, from `/proc/[pid]/syscall`, shows that the thread sleeps, but not in a
-/// system call that discards memory. If `line` begins with -1, the thread is in no system call.
+/// Returns true if a thread's `line` of `/proc/[pid]/syscall` shows that the thread sleeps outside
+/// calls that discard memory. A line that begins with -1 stands for a thread that sleeps outside
+/// system calls.
 fn is_other_call(line: &str) -> bool {
     let number = line.split_whitespace().next().and_then(|number| number.parse().ok());
     number.is_some_and(|number: libc::c_long| {

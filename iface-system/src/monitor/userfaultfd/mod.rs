@@ -4,19 +4,21 @@
 //! write-protected. So the kernel sends events of `munmap`, `mremap` and `madvise`, and no page
 //! fault of the application ever waits for this library. No privilege is needed since Linux 5.11.
 //!
-//! # The window
+//! # The time until the monitor learns of an unmap
 //!
-//! The thread that unmaps waits until the event is *read*. Between reading and invalidating, the
-//! gate of [`Invalidator`] is closed and no lookup hits. So the thread cannot hit a registration of
-//! the memory that it has just unmapped. *Another* thread can: the kernel frees the addresses
-//! before it queues the event, so that another thread may map them again, look them up and hit
-//! before the monitor learns of the change. A program in which one thread unmaps addresses that
-//! another maps again at once needs memhooks.
+//! The thread that unmaps waits until the monitor reads the event. The monitor closes the gate of
+//! [`Invalidator`] before it reads, and opens the gate after it has invalidated. So that thread
+//! cannot hit a registration of the memory that it has just unmapped.
+//!
+//! *Another* thread can. The kernel frees the addresses before it queues the event. The other
+//! thread may map these addresses again, look them up and hit, before the monitor closes the gate.
+//! A program in which one thread unmaps addresses that another thread maps again at once needs
+//! memhooks.
 //!
 //! # Discards
 //!
-//! `madvise` discards the pages after its event was read. The monitor refuses subscriptions of the
-//! range until the call has returned, so that the range is not cached (`discards.rs`).
+//! `madvise` discards the pages after its event was read. Until the call has returned, the monitor
+//! refuses subscriptions of the range, so that the range is not cached (`discards.rs`).
 //!
 //! # Mappings
 //!
@@ -88,8 +90,9 @@ pub struct UserFaultFd {
     subscriptions: Mutex<UffdSubscriptions>,
     maps: Maps,
     discards: Mutex<Discards>,
-    /// True if `discards` may contain pending discards. Only the thread that holds the lock
-    /// `discards` changes the flag.
+    /// True if `discards` may contain pending discards. A false flag lets
+    /// [`UserFaultFd::check_settled`] return without the lock `discards`. Only the holder of that
+    /// lock changes the flag.
     discarding: AtomicBool,
     /// The number of subscriptions that were refused because the [`Budget`] did not allow them.
     beyond_budget: AtomicU64,
@@ -166,9 +169,9 @@ impl UserFaultFd {
         )
     }
 
-    /// Records that memhooks also notify all subscribers of this monitor. From then on, discards by
-    /// hooked calls do not make ranges uncacheable, since the hooks notify before and after each
-    /// call.
+    /// Records that memhooks also notify all subscribers of this monitor. From then on, the event
+    /// of a hooked discard no longer makes its range uncacheable, since the hook itself notifies
+    /// before and after the call.
     pub(super) fn set_beneath_hooks(&self) {
         self.watched.beneath_hooks.store(true, Ordering::Relaxed);
     }
@@ -183,9 +186,9 @@ impl UserFaultFd {
         self.watched.subscribers.shared().is_own_process()
     }
 
-    /// Subscribes to changes of a range, like [`Monitor::subscribe`], but without checks of the
-    /// memory. The caller has checked that the range is anonymous memory or a System V segment.
-    /// `area` is the area of the range from [`Maps::check`], if the caller has one.
+    /// Subscribes to changes of a range like [`Monitor::subscribe`], for a caller that has checked
+    /// that the range is anonymous memory or a System V segment. `area` is the result of that check
+    /// ([`Maps::check`]), or `None` if the caller does not have it.
     pub(super) fn watch(
         &self,
         range: AddressRange,
@@ -237,8 +240,9 @@ impl UserFaultFd {
         Ok(subscription)
     }
 
-    /// Counts a subscription of the address range `pages`, and asks the kernel to watch it, if the
-    /// budget allows that. On an error, the subscription is not counted.
+    /// Adds a subscription of the address range `pages` to the counts. If the budget allows the
+    /// range, asks the kernel to watch it. If either refuses, removes the subscription from the
+    /// counts again.
     fn register(
         &self,
         subscriptions: &mut UffdSubscriptions,
@@ -365,20 +369,22 @@ impl UserFaultFd {
         }
     }
 
-    /// Stops watching the addresses to which `mremap` has moved watched memory, except those with a
-    /// subscription. The kernel itself continues to watch moved memory.
+    /// Stops watching memory that `mremap` has moved, except at addresses with a subscription.
+    /// Without this, the kernel would continue to watch the memory at its new addresses.
     fn forget_moved(&self, counted: &Counted) {
         while let Some((start, len)) = self.watched.subscribers.shared().moved.take() {
             self.unregister(&counted.gaps(start..start.saturating_add(len)));
         }
     }
 
-    /// Stops watching every range with a subscription and every range in the queue of moved memory.
-    /// Waits until the thread that reads events has read every pending event. Until then, the
-    /// threads that caused these events are blocked in their system calls.
+    /// Ends all watches before the userfaultfd is closed. Stops watching every range with a
+    /// subscription and every range in the queue of moved memory. Then waits until the monitor's
+    /// thread has read every pending event, because the threads that caused these events are
+    /// blocked until then.
     ///
-    /// Closing the userfaultfd is not enough: a forked child may have it open too. A thread that
-    /// unmaps would then wait for a reader that no longer exists.
+    /// Closing the userfaultfd is not enough. A forked child may have it open too, and then the
+    /// kernel would still watch the ranges. A thread that unmaps one would wait forever for a
+    /// reader.
     fn quiesce(&self) {
         let mut subscriptions = self.subscriptions.lock();
         self.forget_moved(&subscriptions.counted);
@@ -425,9 +431,9 @@ impl Monitor for UserFaultFd {
         DetectionMethod::Callback
     }
 
-    /// Returns true for the causes that the kernel sends events for. A mapping that `MAP_FIXED`
-    /// replaces, and a lowered break, are reported as [`InvalidationCause::Unmap`], since the
-    /// kernel sends the same event.
+    /// Returns true for the causes for which the kernel sends events. `Replace` (`MAP_FIXED`) and
+    /// `Shrink` (`brk`) are among them, but are reported as [`InvalidationCause::Unmap`], since the
+    /// kernel sends the same event for all three.
     fn detects(&self, cause: InvalidationCause) -> bool {
         matches!(
             cause,

@@ -43,8 +43,8 @@ impl<const N: usize> RangeQueue<N> {
         Some(range)
     }
 
-    /// Returns true if the queue is empty. If so, the caller also sees all memory writes that
-    /// another thread made before it removed the last range.
+    /// Returns true if the queue is empty. The caller then also sees all memory writes that a
+    /// thread made before it removed the last range.
     pub(super) fn is_empty(&self) -> bool {
         self.taken.load(Ordering::Acquire) == self.pushed.load(Ordering::Acquire)
     }

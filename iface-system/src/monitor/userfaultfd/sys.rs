@@ -275,11 +275,11 @@ pub(super) fn register(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno> 
 }
 
 /// Asks the kernel to populate a page as a first write does (`MADV_POPULATE_WRITE`, Linux 5.14),
-/// without changing its bytes.
+/// without changing its bytes. Called before a part of a private mapping is watched.
 ///
-/// Watching a part of a private mapping splits the mapping. If no page of the mapping was written
-/// before the split, the kernel does not merge the parts again later. If the kernel refuses the
-/// call, the parts stay split and count towards the process's limit of mappings.
+/// Watching such a part splits the mapping. After the watch ends, the kernel merges the parts again
+/// only if a page of the mapping was written before the split. If the kernel refuses the call of
+/// `madvise`, the parts stay split and count towards the process's limit of mappings.
 pub(super) fn touch(page: u64) {
     let at = std::ptr::with_exposed_provenance_mut(page as usize);
     // SAFETY: the kernel checks the address, and leaves the content as it is.
@@ -299,8 +299,9 @@ pub(super) fn unregister(fd: &OwnedFd, start: u64, len: u64) -> Result<(), Errno
 
 /// Returns true if a thread has changed watched memory and the event was not read yet.
 ///
-/// In that case the kernel refuses to write-protect any range (EAGAIN). This function passes an
-/// empty range, so that it changes nothing in any case.
+/// While there is such an event, the kernel refuses each request to write-protect a range with
+/// EAGAIN. So this function makes such a request. The range is empty, so the request changes
+/// nothing.
 pub(super) fn changes_under_way(fd: &OwnedFd) -> bool {
     let mut nothing = UffdioWriteprotect { range: UffdioRange { start: 0, len: 0 }, mode: 0 };
     // SAFETY: the ioctl reads one `UffdioWriteprotect`, and refuses its empty range.

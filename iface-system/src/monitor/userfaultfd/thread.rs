@@ -54,8 +54,9 @@ pub(super) struct UffdState {
     /// watch moved memory until a thread takes the range from the queue and stops watching it.
     /// Ranges that do not fit into the queue are watched for as long as they are mapped.
     pub(super) moved: RangeQueue<MOVED>,
-    /// The queue of the ranges of reported discards ([`EVENT_REMOVE`]), without those of announced
-    /// calls. The `madvise` call that caused an event may still be in progress.
+    /// The queue of the ranges of reported discards ([`EVENT_REMOVE`]), whose `madvise` calls may
+    /// still be in progress. Discards of announced calls are not in the queue, since the hooks
+    /// report these.
     pub(super) discarded: RangeQueue<DISCARDED>,
 }
 
@@ -110,8 +111,9 @@ pub(super) struct Watched {
     pub(super) beneath_hooks: AtomicBool,
 }
 
-/// Starts the thread that reads events. The thread blocks every signal, because a signal handler
-/// that unmapped watched memory would wait for the thread on which it runs.
+/// Starts the thread that reads events. The thread blocks every signal. If a signal handler on this
+/// thread unmapped watched memory, the handler would wait for the event to be read, which only this
+/// thread can do.
 pub(super) fn start(watched: &Arc<Watched>) -> Result<JoinHandle<()>> {
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
