@@ -103,8 +103,8 @@ struct RemoteHold {
 }
 
 impl RemoteSide {
-    /// Takes guards of the regions and windows that the keys of `parts` name. `table` is a guard of
-    /// the region table of the target's NIC. The call drops that guard.
+    /// Takes guards of the regions and windows that the keys of `parts` name. `table` is the locked
+    /// region table of the target's NIC, which this call unlocks at its end.
     ///
     /// # Errors
     /// - InvalidKey: a key names no region or window of the target's domain, or is a single-use key
@@ -139,12 +139,12 @@ impl RemoteSide {
         Ok(())
     }
 
-    /// Marks the single-use keys of the request as used. A request that names a key several times
-    /// uses the key once.
+    /// Marks the single-use keys of the request as used. If the request names a key several times,
+    /// that counts as one use.
     ///
     /// # Errors
-    /// InvalidKey: another request has already used a key of this request. Keys that precede that
-    /// key in the request stay marked as used.
+    /// InvalidKey: another request has already used one of the keys. Those keys of this request
+    /// that were marked before stay marked as used.
     #[inline]
     pub(super) fn spend(&self) -> Result<()> {
         let holds = self.holds.as_slice();
@@ -161,7 +161,8 @@ impl RemoteSide {
     }
 
     /// Makes the bytes of a write or atomic persistent in regions with RMA_PMEM. Then increments
-    /// the counters that are bound to each changed region, once per region.
+    /// the bound counters of each changed region. A region that the request changes in several
+    /// places counts once.
     #[inline]
     pub(super) fn persist_and_count(
         &self,
@@ -311,11 +312,11 @@ fn no_access(why: &'static str, remedy: &'static str) -> Error {
 }
 
 /// Copies bytes between memory of `initiator` and memory of `target`, and returns their number.
-/// `own` is whichever of `from` and `to` is memory of `initiator`.
+/// `own` is the list with the initiator's memory: the same as `from` for a write or a send, and as
+/// `to` for a read.
 ///
-/// The copy goes through staging buffers if either list contains staged memory. The buffers are
-/// those of the initiator's domain if `own` contains staged memory, and those of the target's
-/// domain otherwise.
+/// If either list contains staged memory, the copy goes through staging buffers. These belong to
+/// the initiator's domain if `own` contains staged memory, and otherwise to the target's domain.
 pub(super) fn copy(
     initiator: &EndpointState,
     target: &EndpointState,

@@ -1,12 +1,13 @@
 //! The computation of atomics, and the locks that make them atomic.
 //!
 //! - On memory that is known to be mapped ([`Span::Direct`]), the NIC uses the CPU's atomic
-//!   instructions. Its atomics and those of the application are then atomic with each other.
-//! - On other memory the NIC reads, computes and writes under a lock. Its atomics are then atomic
-//!   with each other only.
+//!   instructions. Atomics of the NIC and of the application are then atomic with each other.
+//! - On other memory the NIC reads, computes and writes. Its atomics are then atomic with each
+//!   other, but not with those of the application.
 //!
-//! Both methods take a lock, so that all atomics of the NIC are atomic with each other. The offset
-//! in the page selects the lock, because the offset is the same in all mappings of a page.
+//! In both cases the NIC holds a lock, so that all atomics of the NIC are atomic with each other.
+//! The offset of the element in its page selects the lock. All mappings of a page agree on this
+//! offset.
 
 #![allow(unsafe_code, reason = "atomics in memory of the application")]
 
@@ -41,8 +42,8 @@ impl AtomicLocks {
 /// Returns the new value of the target, or `None` if the operation writes nothing.
 ///
 /// A 32-bit value is in the low half of its argument. Integer sums and products wrap. A conditional
-/// swap writes `operand` if `compare OP target` is true, with the comparison in the operation's
-/// name as OP.
+/// swap, such as `CswapLt`, writes `operand` if the comparison in its name holds between `compare`
+/// and `target`, in this order.
 fn apply(
     op: AtomicOp,
     datatype: AtomicType,
@@ -114,7 +115,8 @@ pub(super) fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// Returns an address with the alignment and the page offset of the first byte of a span.
+/// Returns an address that stands for the first byte of a span: with the alignment and the page
+/// offset of that byte.
 ///
 /// # Errors
 /// Unsupported: the memory has no atomics.

@@ -7,7 +7,8 @@ use hmem_core::{
 
 use super::Faults;
 
-/// The choice of the pages that a host region uses after the application mapped its addresses anew.
+/// The choice of the pages that a host region uses when the application maps other pages at the
+/// region's addresses.
 ///
 /// The choice does not affect memory that stays mapped until the region is closed
 /// ([`Backing::Host`](hmem_core::provider::Backing::Host) with `owned`).

@@ -40,7 +40,7 @@ pub(super) struct DomainState {
     pub(super) windows: Windows,
     /// The pinner of host memory; `None` with [`RemapPolicy::Follow`].
     pub(super) pinner: Option<Pinner>,
-    /// The loss of the domain's device, and the events of its port.
+    /// The record of the device's loss, and of the events of its port.
     pub(super) record: NicRecord,
     /// The process that opened the domain. A forked child must not use the domain: a thread of the
     /// parent, which the child does not have, may hold any lock of the domain.

@@ -46,12 +46,12 @@ pub(super) struct EndpointState {
     /// The posted requests other than receives that have not started, in the order of their posts.
     posted: Mutex<VecDeque<Work>>,
     /// The execution lock. A thread holds it while it executes requests of this endpoint, so that
-    /// they execute in order.
+    /// the requests execute in order.
     ///
-    /// Re-entrant, because a copy engine that a request calls may close this endpoint on the same
-    /// thread. The thread also borrows the cell while it executes requests. If the cell is already
-    /// borrowed, [`step`](super::execute::step) skips the endpoint, so that no request executes
-    /// inside another one.
+    /// The lock is re-entrant: a request may call a copy engine, which may close this endpoint on
+    /// the same thread. The cell keeps requests from executing inside another request. The
+    /// executing thread borrows the cell, and [`step`](super::execute::step) skips an endpoint
+    /// whose cell is borrowed.
     pub(super) running: ReentrantMutex<RefCell<()>>,
     pub(super) inbox: Inbox,
     peers: RwLock<Peers>,
@@ -60,8 +60,9 @@ pub(super) struct EndpointState {
 /// The peers of an endpoint: the endpoints that it has resolved.
 #[derive(Debug)]
 struct Peers {
-    /// The [`PeerId`] of the first peer, a random number. Each later peer gets the next number. So
-    /// an endpoint refuses the peer ids that another endpoint has given out.
+    /// The [`PeerId`] of the first peer, a random number. Each later peer gets the next number. The
+    /// ids of two endpoints thus differ, and an endpoint refuses the ids that another endpoint gave
+    /// out.
     first: u64,
     /// The peers in the order of their [`PeerId`]s. Each entry has the number of the peer's
     /// endpoint on the fabric, and the endpoint itself.
@@ -210,8 +211,7 @@ impl EndpointState {
         Ok(())
     }
 
-    /// Removes the next posted request. Returns the request, and true if there are more.
-    ///
+    /// Removes the next posted request. Returns the request, and whether more requests are posted.
     /// The caller holds the execution lock `running`.
     pub(super) fn next_posted(&self) -> Option<(Work, bool)> {
         let mut posted = self.posted.lock();
@@ -248,11 +248,11 @@ impl EndpointState {
         self.rx.push(completion);
     }
 
-    /// Closes the endpoint. Waits for the executing request, and cancels the requests that have not
-    /// started. Does nothing if the endpoint is closed already.
+    /// Closes the endpoint. Waits for the request that executes on another thread, if any, and
+    /// cancels the requests that have not started. Does nothing if the endpoint is closed already.
     ///
-    /// A copy engine may call this during a request of the endpoint. The call then does not wait
-    /// for that request.
+    /// A copy engine may call this while it works for a request of the endpoint. The call then does
+    /// not wait for that request, which executes on the same thread.
     ///
     /// # Errors
     /// Busy: a type 2A window is bound through the endpoint, and `force` is not set.

@@ -18,11 +18,11 @@ use super::{
 };
 
 /// Executes the posted requests of a domain's endpoints, and delivers the messages in their
-/// inboxes.
+/// inboxes. Returns the number of posted requests that ended, plus the number of receives that took
+/// a message from an inbox.
 ///
-/// Skips the requests of an endpoint whose requests execute already, on another thread or in an
-/// outer call on this thread. Returns the number of posted requests that ended, plus the number of
-/// receives that took a message from an inbox.
+/// Skips the requests of an endpoint whose requests are being executed: on another thread, or by an
+/// outer call on this thread.
 pub(super) fn step(endpoints: &DomainEndpoints) -> usize {
     endpoints.snapshot().iter().map(step_endpoint).sum()
 }
@@ -53,8 +53,8 @@ fn step_endpoint(endpoint: &Arc<EndpointState>) -> usize {
 
 /// Executes a request and returns the number of bytes moved.
 ///
-/// Returns `None` if the receiver has no room. The caller then retries the request later, and keeps
-/// back the requests that were posted after it.
+/// Returns `None` if the receiver has no room. The caller then puts the request back at the front
+/// of the posted requests, so that it is tried again before later ones.
 fn execute(endpoint: &EndpointState, work: &Work) -> Result<Option<u64>> {
     let windows = &endpoint.domain.windows;
     match &work.operation {

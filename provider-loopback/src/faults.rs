@@ -19,8 +19,9 @@ named_enum! {
         /// A call of `ProviderDomain::deregister`. [`Faults::hold`] stops the call before it
         /// changes anything.
         Deregister = "deregister",
-        /// The wait of a deregistration for transfers through windows that were bound to the region
-        /// until their endpoint closed.
+        /// A step of a deregistration. If the endpoint of a bound window was closed, transfers
+        /// through the window may still be in flight. The deregistration of the window's region
+        /// waits for them in this step.
         EndBinding = "end window binding",
         /// A call of `Enabling::enable`.
         Enable = "enable",
@@ -39,8 +40,8 @@ named_enum! {
         UnmapKey = "unmap key",
         /// A call of `Windows::alloc_window`.
         AllocWindow = "allocate window",
-        /// A call of `Windows::bind_window`, `bind_window_now` or `invalidate_window_now`. The
-        /// execution of a posted bind or invalidation is not such a call.
+        /// A call of `Windows::bind_window`, `bind_window_now` or `invalidate_window_now`. A bind
+        /// or invalidation that was posted as a request does not count when it executes.
         BindWindow = "bind window",
         /// A call of `Windows::free_window`.
         FreeWindow = "free window",
@@ -62,9 +63,10 @@ named_enum! {
         /// the checks of its keys and descriptors, and before it changes any memory. An injected
         /// error becomes the result of the request.
         Transfer = "transfer",
-        /// The execution of a write or read of memory that was imported as a dma-buf or as a device
-        /// address, after [`NicCall::Transfer`]. An injected error becomes the result of the
-        /// request, as for a device that the NIC registers and does not reach.
+        /// The execution of a write or read of imported memory: a dma-buf or a device address. It
+        /// comes after [`NicCall::Transfer`]. An injected error becomes the result of the request.
+        /// So a test can simulate a device that accepts registrations but that the NIC does not
+        /// reach.
         ImportedTransfer = "transfer of imported memory",
         /// The NIC's copy of one chunk of a staged transfer. [`Faults::hold`] stops the NIC before
         /// it copies the chunk. An injected error ends the transfer.

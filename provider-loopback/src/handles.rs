@@ -39,7 +39,7 @@ use super::{
 /// A handle of a domain. The application and the domain's endpoints share it.
 #[derive(Debug)]
 pub(super) struct Domain {
-    /// A weak reference to this value. [`Self::this`] makes a strong reference of it for each
+    /// A weak reference to this value, from which [`Self::this`] makes a strong reference for each
     /// endpoint.
     me: Weak<Self>,
     /// The progress thread; `None` if the application makes progress.
@@ -49,7 +49,7 @@ pub(super) struct Domain {
     state: Arc<DomainState>,
     /// The completion queues of the domain. Dropping the [`Domain`] closes the queues.
     queues: Mutex<Vec<Weak<Queue>>>,
-    /// The number of events that `nic_events` has returned.
+    /// The number of events of the NIC that the application has read with `nic_events`.
     events_read: AtomicU64,
 }
 
@@ -128,7 +128,8 @@ impl Domain {
         self.enter(call)
     }
 
-    /// Sets the state of the NIC for this domain. A loss ends all requests and waits, and is final.
+    /// Sets the state of the NIC for this domain. The loss of the device ends all requests and all
+    /// waits for completions. A lost domain stays lost.
     pub(super) fn set_nic_state(&self, state: NicState) {
         match state {
             NicState::PortDown => self.state.record.note(NicEvent::PortDown(1)),
@@ -486,8 +487,8 @@ impl CompletionQueue for Cq {
         }
     }
 
-    /// Returns `None` if the application makes progress, because no request would complete while
-    /// the application sleeps.
+    /// Returns `None` if the application makes progress. An application that sleeps on a channel
+    /// would then sleep forever, because no request completes meanwhile.
     fn channel(&self) -> Option<&dyn CompletionChannel> {
         (!self.by_hand).then_some(self as _)
     }

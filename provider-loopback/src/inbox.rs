@@ -33,8 +33,8 @@ pub(super) struct Receive {
     /// from every endpoint.
     pub(super) from: Option<u64>,
     pub(super) context: u64,
-    /// The position of the receive in the order of posting, counted from 0. [`Inbox::post`] sets
-    /// it.
+    /// The position of the receive in the order of posting, counted from 0 and set by
+    /// [`Inbox::post`]. A receive that is put back returns to this position.
     pub(super) number: u64,
 }
 
@@ -55,7 +55,8 @@ impl Receive {
 pub(super) struct Header {
     pub(super) tag: Option<u64>,
     pub(super) data: Option<u64>,
-    /// The key of a window that the message invalidated.
+    /// The key of the window that the sender asked to invalidate with this message (a send with
+    /// invalidate), or `None`.
     pub(super) invalidated: Option<u64>,
 }
 
@@ -94,8 +95,8 @@ pub(super) enum Destination {
     Receive(Receive),
     /// The inbox: no posted receive matches, and the inbox has room for the message.
     Inbox,
-    /// No destination: the inbox has no room, so the message waits at its sender. The inbox wakes
-    /// the sender's domain when a retry may succeed.
+    /// No destination: no posted receive matches, and the inbox has no room. The message waits at
+    /// its sender. The inbox wakes the sender's domain when a retry may succeed.
     Full,
 }
 
@@ -112,8 +113,9 @@ pub(super) struct Inbox {
     /// that runs during a delivery may deliver messages to this endpoint, or close the endpoint.
     pub(super) delivery: ReentrantMutex<()>,
     state: Mutex<State>,
-    /// True if a waiting message may match a posted receive. A new message or receive sets the
-    /// flag, and [`Inbox::take_match`] clears the flag if it finds no match.
+    /// False if it is certain that no waiting message matches a posted receive.
+    /// [`Inbox::take_match`] sets the flag to false if it finds no match. A new message or receive
+    /// sets it to true.
     possible_match: AtomicBool,
 }
 
@@ -209,13 +211,12 @@ impl Inbox {
         Some((receive, message))
     }
 
-    /// Chooses the destination of a message of `len` bytes. If that is a posted receive, removes it
-    /// from the inbox. The caller holds the delivery lock.
+    /// Chooses the destination of a message of `len` bytes. Removes a chosen receive from the
+    /// inbox. The caller holds the delivery lock.
     ///
-    /// A receive that matches a message in the inbox is left to that message, which arrived first.
-    ///
-    /// After [`Destination::Full`], the inbox wakes the domain of `sender` when a retry may
-    /// succeed.
+    /// Skips a receive that matches a message in the inbox: that message arrived earlier, and gets
+    /// the receive. If the result is [`Destination::Full`], the inbox wakes the domain of `sender`
+    /// when a retry may succeed.
     pub(super) fn find_destination(
         &self,
         from: u64,

@@ -1,11 +1,11 @@
 //! Keys of a domain: numbers that name a region or a window.
 //!
-//! - Keys of 8 bytes that the NIC chooses are random numbers. A guess hits one of n live keys with
-//!   probability n / 2^64. A key of another domain hits equally rarely.
-//! - Keys of 4 bytes that the NIC chooses are made as on hardware: of the region's 24-bit index in
-//!   the table, and of a tag. The tag is the low 8 bits of the generation, which counts the uses of
-//!   the index. A random number hits with probability n / 2^32. A peer can guess better: the first
-//!   region has index 0 and tag 1.
+//! - A key of 8 bytes that the NIC chooses is a random number. With n live keys, a guess hits one
+//!   of them with probability n / 2^64. A key of another domain is no better than a guess.
+//! - A key of 4 bytes that the NIC chooses is built as on hardware: 24 bits are the region's index
+//!   in the table, and 8 bits are a tag. The tag has the low 8 bits of the generation, which counts
+//!   the uses of the index. A random guess hits with probability n / 2^32. But a peer can guess
+//!   better: the first region has index 0 and tag 1.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -41,11 +41,11 @@ pub(super) fn random() -> Result<u64> {
     random_u64("loopback")
 }
 
-/// The random numbers of a domain, from which it makes keys and cookies.
+/// The generator of a domain's random numbers, which become keys and cookies.
 ///
 /// Each number is a hash of a counter and of the domain's random salt, by the keyed hash function
-/// of the standard library. The process draws the key of that function from the operating system. A
-/// number costs no system call, so that binding a window makes none.
+/// of the standard library. That function's key comes from the operating system when the domain is
+/// opened. So a number needs no system call, and binding a window makes none.
 pub(super) struct DomainKeys {
     narrow: bool,
     hasher: RandomState,
@@ -98,8 +98,9 @@ pub(super) fn write_raw(key: u64, cookie: u64, size: usize) -> RawKey {
 
 /// Reads a raw key of `size` bytes in the layout of [`write_raw`]. `size` must be at least 8.
 ///
-/// A raw key of fewer than 16 bytes has only a part of the cookie, or none. A raw key of at most 16
-/// bytes has no checksum, so changes to its bytes are not found here.
+/// Short raw keys have less protection. With fewer than 16 bytes, a raw key has only a part of the
+/// cookie, or none. With 16 bytes or fewer, it has no checksum, and this function detects no
+/// changed bytes.
 ///
 /// # Errors
 /// Malformed: the length is not `size`, or the checksum or the fixed pattern is wrong.
@@ -137,7 +138,7 @@ pub(super) fn read_raw(raw: &RawKey, size: usize) -> Result<RawParts> {
 pub(super) struct RawParts {
     pub(super) key: u64,
     pub(super) cookie: u64,
-    /// The mask of those cookie bits that the raw key contains.
+    /// A bit mask: the bits of `cookie` that the raw key contains. The others were cut off.
     pub(super) mask: u64,
 }
 

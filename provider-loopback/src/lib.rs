@@ -9,12 +9,13 @@
 //!   window. Keys of 8 bytes that the NIC chooses are hard to guess.
 //! - The NIC copies host memory that a region does not own through system calls that report absent
 //!   pages. Such a page fails the transfer and not the process.
-//! - The application, or a thread of the domain, makes progress.
-//! - A completion queue never overruns. Each post reserves the entry of its completion, until the
-//!   application has read it. A post that finds no free entry fails with `Again`.
+//! - Requests execute in calls of the application, or on a thread of the domain ([`Progress`]).
+//! - A completion queue never overruns. Each post reserves an entry for its completion. The entry is
+//!   free again when the application has read the completion. A post that finds no free entry fails
+//!   with `Again`.
 //!
-//! It is a reference implementation: clear first, fast second. `#[inline]` and `#[inline(always)]`
-//! stand where the transfer of 8 bytes in `benches/transfer.rs` needs them.
+//! The provider is a reference implementation: clear first, fast second. `#[inline]` and
+//! `#[inline(always)]` stand where the transfer of 8 bytes in `benches/transfer.rs` needs them.
 //!
 //! ```
 //! use hmem_core::{MrMode, provider::Provider};
@@ -33,22 +34,22 @@
 //! - Every atomic needs REMOTE_WRITE or REMOTE_ATOMIC. Fetching atomics need no right to read. For
 //!   `AtomicRead`, which changes nothing, REMOTE_READ is enough as well.
 //! - Bytes that peers change in a region with RMA_PMEM are persistent before the write or atomic
-//!   completes, if the memory itself is persistent. If the NIC cannot write them back, the transfer
-//!   fails. Bytes that a transfer copies into local memory are not written back. The method depends
-//!   on the memory:
+//!   completes, if the memory itself is persistent. If the NIC cannot write these bytes back, the
+//!   transfer fails. Bytes that a transfer copies into local memory are not written back. The method
+//!   of the write-back depends on the memory:
 //!   - mapped pages: `msync(MS_SYNC)` of the touched pages;
 //!   - device DAX, which `msync` refuses: a write-back of the cache lines, if the region owns the
 //!     memory and the processor is an x86-64;
 //!   - a file that was given by its fd: `msync` or `fdatasync`;
 //!   - memory of a device: the device's flush (`InboundFlush::flush`).
-//! - If transfers may not call drivers
-//!   ([`DomainAttr::driver_calls_in_transfers`](hmem_core::DomainAttr)), regions whose transfers
-//!   need such calls are refused: peer memory and staged memory with BadState, and device memory
-//!   with RMA_PMEM with BadFlags.
-//! - A message that does not fit its receive ends the receive with Truncated and moves no byte; its
-//!   send succeeds.
-//! - A zero-length write or read needs a valid key with the right, but no valid address. It counts
-//!   as the access of a single-use key.
+//! - A domain may forbid driver calls in transfers
+//!   ([`DomainAttr::driver_calls_in_transfers`](hmem_core::DomainAttr)). The domain then refuses
+//!   regions whose transfers need such calls: peer memory and staged memory with BadState, and
+//!   RMA_PMEM for device memory with BadFlags.
+//! - If a message is longer than the buffer of its receive, the receive ends with Truncated, and no
+//!   byte moves. The send succeeds.
+//! - A zero-length write or read needs a valid key with the right, but no valid address. Such an
+//!   access uses up a single-use key.
 //! - The counters of a region count every atomic except `AtomicRead`, and every write of at least
 //!   one byte to the region.
 //!
@@ -74,8 +75,9 @@
 //! # Limits
 //!
 //! - Both ends of a transfer are in one process. A forked child cannot use its parent's NICs.
-//! - A domain executes both sides of its requests. It calls the driver of a peer's device memory if
-//!   the peer's domain permits driver calls, even if its own transfers may not call drivers.
+//! - A domain executes both sides of its requests. If a request accesses device memory of a peer, the
+//!   domain calls the driver of that memory. Only the peer's domain decides if such calls are
+//!   permitted.
 //! - Requests of different endpoints execute in any order.
 //! - Keys of 8 bytes are hard to guess, but they are not cryptographically secure. Keys of 4 bytes
 //!   are easy to guess, as on hardware.

@@ -33,11 +33,12 @@ impl Content<'_> {
     }
 }
 
-/// Copies a message to the buffer of a receive.
+/// Copies a message to the buffer of a receive. The inner result is the outcome of the receive,
+/// which then completes.
 ///
-/// The inner result is the result of the receive. The outer result is an error if the copy from the
-/// sender's memory failed, and the receive is not the reason. The caller then puts the receive
-/// back.
+/// # Errors
+/// The copy from the sender's memory failed, and the receive is not the reason. The caller puts the
+/// receive back, and the send fails.
 fn fill(owner: &EndpointState, receive: &Receive, content: &Content<'_>) -> Result<Result<u64>> {
     let filled = fill_from(owner, receive, content);
     match filled {
@@ -128,12 +129,13 @@ pub(super) fn send(
     in_order(target, || deliver(sender, target, work, header, invalidate))
 }
 
-/// Executes a write with immediate data by calling `write`.
+/// Executes a write with immediate data. `write` moves the bytes. Returns the length of the write.
 ///
-/// Returns the length of the write. Returns `None` if the peer has posted no receive and its queue
-/// of unreceived data is full: the caller tries again later. The receive is found before a byte
-/// moves, so that such a repeated write moves its bytes once. If `write` fails, returns its error
-/// and puts the receive back.
+/// Returns `None` if the peer has neither a matching receive nor room in its inbox. The caller then
+/// tries again later. This is known before `write` is called, so the bytes are moved only once.
+///
+/// # Errors
+/// The error of `write`. The receive is then put back.
 pub(super) fn write(
     sender: &EndpointState,
     work: &Work,
@@ -172,8 +174,8 @@ pub(super) fn write(
     })
 }
 
-/// Takes the target's delivery lock, delivers the messages that arrived earlier, and then calls
-/// `deliver`. Returns the result of `deliver`.
+/// Takes the target's delivery lock, delivers the messages that already wait in the target's inbox,
+/// and then calls `deliver`. Returns the result of `deliver`.
 fn in_order<T>(target: &EndpointState, deliver: impl FnOnce() -> T) -> T {
     let delivered = {
         let _delivery = target.inbox.delivery.lock();

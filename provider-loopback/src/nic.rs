@@ -15,7 +15,8 @@ use parking_lot::Mutex;
 
 use super::{atomic::AtomicLocks, config::Config, regions::Regions};
 
-/// The time for which a NIC with a bandwidth sends without a limit after it was idle.
+/// The size of a burst, as a time: after an idle period, a NIC with a bandwidth sends at once the
+/// bytes that the bandwidth allows in this time.
 const BURST: Duration = Duration::from_millis(10);
 
 /// A software NIC, shared by its domains.
@@ -30,12 +31,14 @@ pub(super) struct Nic {
     port_down: AtomicBool,
     /// The number of the domain that was opened last; 0 before the first.
     last_domain: AtomicU32,
-    /// The number of registrations that count toward `max_mr_count`. Stays 0 without that limit.
+    /// The number of live registrations that count toward `max_mr_count`. Always 0 if there is no
+    /// such limit.
     registered: AtomicU64,
-    /// The number of bytes in registrations that count toward `max_pinned_bytes`. Stays 0 without
-    /// that limit.
+    /// The number of bytes in live registrations that count toward `max_pinned_bytes`. Always 0 if
+    /// there is no such limit.
     pinned: AtomicU64,
-    /// The time at which the NIC has sent all bytes so far. Not used without a bandwidth.
+    /// The simulated time at which the NIC has sent all bytes of the requests so far. Used only if
+    /// the NIC has a bandwidth.
     sent_at: Mutex<Option<Instant>>,
 }
 
@@ -135,8 +138,8 @@ impl Nic {
     }
 }
 
-/// A registration that counts toward the limits of its NIC. Dropping the value, as after a failed
-/// registration, subtracts the registration from the counts again.
+/// A registration that counts toward the limits of its NIC. The drop of the value subtracts the
+/// registration from the counts again, for example after the registration has failed.
 pub(super) struct Reservation<'a> {
     nic: &'a Nic,
     bytes: u64,

@@ -16,7 +16,8 @@ use hmem_core::{Errno, Error, Result};
 pub(super) struct Wake {
     /// The progress thread; empty if the domain has none.
     thread: OnceLock<Thread>,
-    /// True from a wake until the thread begins its next step. Other wakes do nothing meanwhile.
+    /// True from a wake until the thread begins its next step. While it is true, further wakes need
+    /// not wake the thread.
     pending: AtomicBool,
     /// True once the thread must end.
     stop: AtomicBool,
@@ -42,9 +43,9 @@ pub(super) struct ProgressThread {
 }
 
 impl ProgressThread {
-    /// Starts a thread that calls `step` until it returns 0, and again after each wake.
-    ///
-    /// `step` returns the number of requests that ended. The thread calls `close` before it stops.
+    /// Starts a thread that calls `step` in a loop. `step` returns the number of requests that
+    /// ended. If that is 0, the thread sleeps until the next wake. The thread calls `close` before
+    /// it stops.
     ///
     /// # Errors
     /// The error of the operating system, if it cannot start a thread.

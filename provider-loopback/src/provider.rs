@@ -44,9 +44,9 @@ impl Loopback {
 
     /// Sets the state of a NIC, as the failure or repair of a device or cable does.
     ///
-    /// - [`NicState::Lost`]: ends all requests of the NIC's open domains, as
-    ///   [`NicLife`](hmem_core::provider::NicLife) says, for good. No domain can be opened on the
-    ///   NIC until its state is set again.
+    /// - [`NicState::Lost`]: ends all requests of the NIC's open domains
+    ///   ([`NicLife`](hmem_core::provider::NicLife)). These domains stay lost. No domain can be
+    ///   opened on the NIC until its state is set again.
     /// - [`NicState::PortDown`]: requests from and to the NIC end with
     ///   [`ErrorKind::Unreachable`] meanwhile.
     /// - [`NicState::Working`]: the port is up, and domains can be opened.
@@ -168,9 +168,11 @@ impl Builder {
         self
     }
 
-    /// Sets the mr_mode bits that the NICs support in addition to those of [`Builder::needs`], for
-    /// an application that requests BASIC. Default: all bits that BASIC stands for. If one of the
-    /// bits that BASIC stands for is neither supported nor required, the NICs refuse BASIC.
+    /// Sets the optional mr_mode bits: those that the NICs use if the application offers them by
+    /// BASIC, in addition to the required bits of [`Builder::needs`].
+    ///
+    /// BASIC stands for several bits. The default is all of these. If one of these bits is neither
+    /// optional nor required, the NICs refuse BASIC.
     pub fn can(mut self, modes: MrMode) -> Self {
         self.config.attr.basic_mr_mode = modes;
         self
@@ -226,8 +228,8 @@ impl Builder {
         self
     }
 
-    /// Sets the paths, besides plain host, that the NICs support. Default: dma-bufs and staged
-    /// copies.
+    /// Sets the paths that the NICs support in addition to plain host memory. Default: dma-bufs and
+    /// staged copies.
     pub fn imports(mut self, imports: Imports) -> Self {
         self.config.attr.imports = imports;
         self
@@ -259,10 +261,9 @@ impl Builder {
         self
     }
 
-    /// Sets how many bytes of messages an endpoint keeps before their receives are posted.
-    ///
-    /// Further messages wait at their senders. An endpoint also keeps no more messages than its
-    /// depth. Default: 1 MiB.
+    /// Sets the number of bytes of messages that an endpoint keeps before their receives are
+    /// posted. Default: 1 MiB. The number of kept messages is limited too, by the depth of the
+    /// endpoint. Further messages wait at their senders.
     pub fn unexpected_bytes(mut self, bytes: u64) -> Self {
         self.config.unexpected_bytes = bytes;
         self
@@ -270,9 +271,12 @@ impl Builder {
 
     /// Sets the bandwidth of each NIC in bytes per second. Default: 0, which means no limit.
     ///
-    /// The bytes of a request count for the NIC of the endpoint that posted it. A NIC that was idle
-    /// sends the bytes of up to 10 ms at once. The thread that executes the request sleeps, so NICs
-    /// are slow independently of each other only with [`Progress::Thread`].
+    /// The bytes of a request count for the NIC of the endpoint that posted the request. After an
+    /// idle period, a NIC sends the bytes of up to 10 ms at once.
+    ///
+    /// The thread that executes a request sleeps for the time of its bytes. With
+    /// [`Progress::ByHand`], that may be one thread for several NICs, which then wait for each
+    /// other. [`Progress::Thread`] avoids this.
     pub fn bandwidth(mut self, bytes_per_second: u64) -> Self {
         self.config.bandwidth = bytes_per_second;
         self

@@ -78,8 +78,8 @@ pub(crate) struct PageTable {
 pub(crate) struct TableWriter {
     /// The number of pages of each block that belong to an allocation.
     used_pages: Vec<u16>,
-    /// The block that became empty last, of the blocks whose pages had slots of their own. The
-    /// memory of these slots was not returned to the kernel yet.
+    /// The block that became empty last, among those whose page slots were in use. The kernel gets
+    /// the memory of its slots back only when another block becomes empty.
     emptied: Option<usize>,
 }
 
@@ -163,11 +163,12 @@ impl PageTable {
         self.slot_of(address)?.checked_sub(1)
     }
 
-    /// Returns the allocation in entry `slot` if the allocation contains `address`. Returns `None`
-    /// if not, if the entry is free, or if another thread changes the entry during the call.
+    /// Returns the allocation in entry `slot` if it contains `address`. Returns `None` if the
+    /// allocation does not contain `address`, if the entry is free, or if another thread changes
+    /// the entry during the call.
     ///
-    /// `meanwhile` runs after the fields were read and before they are checked. Tests change the
-    /// entry in it.
+    /// Tests pass a function `meanwhile` that changes the entry. It runs after the fields were read
+    /// and before they are checked.
     #[inline]
     fn read(&self, slot: u32, address: Address, meanwhile: impl FnOnce()) -> Option<Allocation> {
         let entry = self.entries.get(slot as usize)?;
@@ -283,8 +284,8 @@ const fn block_shift(page_shift: u32) -> u32 {
     page_shift - size_of::<AtomicU32>().trailing_zeros()
 }
 
-/// Returns the allocation kind whose number in the enum is `code`, as entries and IPC handles store
-/// the kind. Returns `Device` for an unknown number.
+/// Returns the allocation kind with the enum's discriminant `code`, or `Device` for an unknown
+/// number. Table entries and IPC handles store kinds as these numbers.
 #[inline]
 pub(crate) fn kind_of(code: u8) -> AllocationKind {
     match code {

@@ -1,9 +1,9 @@
 //! Memory of a file descriptor: a dma-buf, or a memfd in its place.
 //!
-//! The NIC maps a file that cannot shrink, a genuine dma-buf or a memfd sealed against shrinking,
-//! and copies it directly. Any other file could shrink under a mapping, and an access would end the
-//! process with SIGBUS. The NIC reads and writes such a file through the descriptor, so that an
-//! access past its end fails the transfer.
+//! The NIC maps a file that cannot shrink, and copies its bytes directly. Such a file is a genuine
+//! dma-buf, or a memfd that is sealed against shrinking. If any other file shrank under a mapping,
+//! an access would end the process with SIGBUS. So the NIC reads and writes those files through the
+//! descriptor. An access past their end fails the transfer.
 
 #![allow(unsafe_code, reason = "maps dma-bufs and memory files")]
 
@@ -242,10 +242,10 @@ struct FileMemory {
 }
 
 impl FileMemory {
-    /// Refuses a file with `O_APPEND`, because writes to it would ignore their position.
+    /// Refuses a file with `O_APPEND`, because each write would go to the end of the file.
     ///
-    /// The application may change the flag at any time: the NIC's fd is a duplicate, which shares
-    /// the flag with the application's fd.
+    /// The check precedes each write. The NIC's fd is a duplicate of the application's fd and
+    /// shares its flags, so the application can set the flag at any time.
     fn check_position(&self, operation: &'static str) -> Result<()> {
         let flags = rustix::fs::fcntl_getfl(&self.file).map_err(failed("fcntl(F_GETFL)"))?;
         if flags.contains(OFlags::APPEND) {

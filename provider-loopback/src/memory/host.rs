@@ -35,11 +35,11 @@ pub(in super::super) fn direct_pointer(at: u64) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(at as usize)
 }
 
-/// Copies `len` bytes from `from` to `to`. The addresses may be unmapped.
+/// Copies `len` bytes from `from` to `to`, which may be unmapped addresses.
 ///
 /// # Errors
 /// BadAddress: an address at `from` is not readable, or an address at `to` is not writable. The
-/// error names an address at `from` in both cases.
+/// kernel does not tell which side failed, and the error always names an address at `from`.
 pub(super) fn kernel_read(from: u64, to: u64, len: u64) -> Result<()> {
     // SAFETY: the kernel checks both ranges and reports what it cannot reach; it writes to `to`
     // only, which is memory that a region or a posted request names as a target.
@@ -48,10 +48,10 @@ pub(super) fn kernel_read(from: u64, to: u64, len: u64) -> Result<()> {
     })
 }
 
-/// Copies `len` bytes from `from` to `to`. The addresses may be unmapped.
+/// Copies `len` bytes from `from` to `to`, which may be unmapped addresses.
 ///
 /// # Errors
-/// BadAddress, as in [`kernel_read`]. The error names an address at `to` in both cases.
+/// BadAddress, as for [`kernel_read`], but the error always names an address at `to`.
 pub(super) fn kernel_write(from: u64, to: u64, len: u64) -> Result<()> {
     // SAFETY: the kernel checks both ranges and reports what it cannot reach; it writes to `to`
     // only, which is memory that a region or a posted request names as a target.
@@ -60,7 +60,8 @@ pub(super) fn kernel_write(from: u64, to: u64, len: u64) -> Result<()> {
     })
 }
 
-/// Repeats `call`, which copies between `remote` and `local`, until all `len` bytes are copied.
+/// Copies `len` bytes between `remote` and `local`: repeats `call`, which may copy a part, until
+/// all bytes are copied.
 ///
 /// # Errors
 /// - BadAddress: a page at `remote` or `local` is missing, or does not permit the access. The error
@@ -291,11 +292,11 @@ impl AnnouncedPages {
     }
 }
 
-/// Returns the pages of a range that `/proc/self/pagemap` lists as present or swapped out, each as
-/// the addresses of its start and end. Pages that lie only partly in the range are included.
+/// Returns the pages of a range that `/proc/self/pagemap` lists as present or swapped out. Each
+/// page is given by its start and its end. Pages that lie only partly in the range are included.
 ///
-/// The result lacks the pages for which that file cannot be read. The application then has to
-/// refresh these pages.
+/// If the kernel does not let the process read the file, the remaining pages count as absent. The
+/// application then has to refresh them.
 fn present_pages(range: AddressRange) -> Vec<(u64, u64)> {
     let mut present = Vec::new();
     if let Err(error) = read_pagemap(range, &mut present) {

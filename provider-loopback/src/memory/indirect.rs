@@ -22,14 +22,14 @@ pub(in super::super) trait IndirectMemory: fmt::Debug + Send + Sync {
     fn load(&self, at: u64, into: &mut [u8]) -> Result<()>;
     /// Writes `from` to `at`.
     fn store(&self, at: u64, from: &[u8]) -> Result<()>;
-    /// Returns an address that has the alignment and the page offset of the byte at `at`. From this
-    /// address the NIC checks the alignment of an atomic, and selects the lock of the atomic.
+    /// Returns an address that stands for the byte at `at` in atomics: with the alignment and the
+    /// page offset of that byte. The alignment is checked, and the page offset selects a lock.
     ///
     /// # Errors
     /// Unsupported: the memory has no atomics.
     fn atomic_address(&self, at: u64) -> Result<u64>;
-    /// Makes written bytes persistent if the memory itself is persistent. The default does nothing:
-    /// after this call, the region flushes the device, which makes bytes in device memory
+    /// Makes written bytes persistent if the memory itself is persistent. The default, for device
+    /// memory, does nothing: the region flushes the device after this call, which makes the bytes
     /// persistent.
     fn persist(&self, _at: u64, _len: u64) -> Result<()> {
         Ok(())

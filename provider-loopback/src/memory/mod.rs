@@ -51,10 +51,9 @@ impl PieceMemory {
         matches!(self, Self::Owned | Self::Borrowed | Self::Pinned(_))
     }
 
-    /// Returns the span of the `len` bytes at `at`.
-    ///
-    /// `at` is an address for owned, borrowed and pinned memory, and an offset for mapped files.
-    /// [`IndirectMemory`] defines it for indirect memory.
+    /// Returns the span of the `len` bytes at `at`. Owned, borrowed and pinned memory takes an
+    /// address for `at`, and a mapped file takes an offset. For indirect memory, the implementation
+    /// of [`IndirectMemory`] defines `at`.
     #[inline]
     pub(super) fn span(&self, at: u64, len: u64) -> Span<'_> {
         match self {
@@ -72,9 +71,9 @@ impl PieceMemory {
 /// Contiguous bytes of one kind of memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Span<'a> {
-    /// Bytes that stay mapped while the span is in use. They are in a buffer of the NIC, or in a
-    /// region's memory or mapped file, which lives as long as the region. In the second case, the
-    /// user of the span holds a guard of the region.
+    /// Bytes that stay mapped while the span is in use. They may be in a buffer of the NIC.
+    /// Otherwise they are in a region's memory or mapped file. The user of the span then holds a
+    /// guard of the region, which keeps the bytes mapped.
     Direct { at: u64, len: u64, mapping: Option<&'a Mapping> },
     /// Addresses that may be unmapped, so the kernel copies their bytes.
     Kernel { at: u64, len: u64 },
@@ -119,8 +118,8 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Returns true if a read of the span cannot fail: its bytes are mapped, and the NIC need not
-    /// announce accesses to them.
+    /// Returns true if a read of the span cannot fail. Such a span is mapped, and is not in a file
+    /// that may be a dma-buf: announcing an access to a dma-buf can fail.
     pub(super) const fn reads_never_fail(&self) -> bool {
         matches!(self, Self::Direct { mapping: None, .. })
     }
@@ -165,8 +164,9 @@ impl<'a> Span<'a> {
     }
 }
 
-/// Like [`copy`], but the error also says which side failed: the target if no source span can fail
-/// ([`Span::reads_never_fail`]). Otherwise the error says that the failed side is not known.
+/// Copies like [`copy`], and also reports which side failed. If no read of a source span can fail
+/// ([`Span::reads_never_fail`]), the target has failed. Otherwise the error says that the side is
+/// not known.
 #[inline]
 pub(super) fn copy_reporting_side(from: &[Span<'_>], to: &[Span<'_>]) -> Result<u64, CopyError> {
     copy(from, to).map_err(|error| {
@@ -324,8 +324,8 @@ impl From<CopyError> for Error {
 /// least one span is staged.
 ///
 /// The copy goes chunk by chunk through staging buffers, so that the copy engine and the NIC work
-/// at the same time. Before each chunk, the function calls `canceled`, and `enter` for fault
-/// injection. An error of either ends the copy.
+/// at the same time. Before each chunk, the function calls `canceled` and `enter`. `canceled`
+/// reports a closed endpoint, and `enter` injects faults. An error of either one ends the copy.
 pub(super) fn pipe(
     from: &[Span<'_>],
     to: &[Span<'_>],
@@ -361,7 +361,8 @@ pub(super) fn pipe(
     })
 }
 
-/// Returns the staged ones of `spans`, each with its offset in the bytes of all spans.
+/// Returns the staged spans. Each comes with its position: the number of bytes of `spans` before
+/// it.
 fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a StagedRange>> {
     let mut at = 0;
     let mut runs = Vec::new();
@@ -374,7 +375,7 @@ fn staged_runs<'a>(spans: &[Span<'a>]) -> Vec<StagedRun<&'a StagedRange>> {
     runs
 }
 
-/// Returns the part of `spans` that the chunk `view` covers, with staging buffers in place of
+/// Returns the part of `spans` that the chunk `view` covers. Staging buffers take the place of
 /// staged memory.
 fn near<'a>(spans: &[Span<'a>], view: &View<'_>) -> Vec<Span<'a>> {
     let end = view.at + view.len;

@@ -1,8 +1,10 @@
-//! Pinned memory: the pages that were mapped at registration, as a hardware NIC pins them.
+//! Pinned memory: the pages that were mapped at registration or at the last refresh, as a hardware
+//! NIC pins them.
 //!
 //! A buffer registered with io_uring keeps its pages until it is unregistered, even if the
-//! application changes its mappings. READ_FIXED and WRITE_FIXED copy bytes between a scratch file
-//! and those pages. They name the buffer and do not use the page table.
+//! application changes its mappings. The io_uring requests READ_FIXED and WRITE_FIXED name such a
+//! buffer, and copy bytes between its pages and a scratch file. They do not use the application's
+//! mappings.
 
 #![allow(unsafe_code, reason = "pins pages by an io_uring, and copies them")]
 
@@ -116,11 +118,11 @@ impl fmt::Debug for Pinner {
 
 /// An io_uring with a table of registered buffers and a scratch file to copy through.
 ///
-/// One lock covers both transfers and pinning, so transfers through the io_uring wait while a long
-/// buffer is pinned. Two locks would not avoid this wait: the kernel pins under a lock of its own,
-/// which each `io_uring_enter` takes too.
+/// One lock covers transfers and pinning, so transfers wait while a long buffer is pinned. A second
+/// lock would not help, because the kernel has the same limit: it pins under a lock that each
+/// `io_uring_enter` takes too.
 ///
-/// A forked child shares the ring and the file with its parent, and so must not touch either.
+/// A forked child shares the io_uring and the file with its parent, and so must not touch either.
 struct Ring {
     process: ProcessMark,
     state: Mutex<RingState>,
@@ -134,9 +136,9 @@ struct RingState {
     free: Vec<u16>,
     /// True once a failed call has left a request in the io_uring's queue.
     ///
-    /// That request could copy bytes after its transfer has ended. Its completion could be mistaken
-    /// for the completion of a later request. So the NIC submits no more requests to the ring.
-    /// Buffers can still be unregistered.
+    /// The kernel could still execute that request after its transfer has ended, and its completion
+    /// could be mistaken for that of a later request. So the NIC submits no more requests to this
+    /// io_uring. Buffers can still be unregistered.
     broken: bool,
 }
 
@@ -455,8 +457,8 @@ impl IndirectMemory for Pinned {
 
     /// Writes the bytes back to storage through the application's mapping of the addresses.
     ///
-    /// If the application has mapped other pages there, the call writes back those pages instead of
-    /// the pinned pages, or fails if they cannot be written back.
+    /// If the application has mapped other pages at the addresses, the call acts on those pages
+    /// instead of the pinned ones. It fails if those pages cannot be written back.
     fn persist(&self, at: u64, len: u64) -> Result<()> {
         Written { at, len, owned: false }.persist()
     }
