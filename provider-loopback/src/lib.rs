@@ -10,7 +10,7 @@
 //! - The NIC copies host memory that a region does not own through system calls that report absent
 //!   pages. Such a page fails the transfer and not the process.
 //! - Requests execute in calls of the application, or on a thread of the domain ([`Progress`]).
-//! - A completion queue never overruns. Each post reserves an entry for its completion. The entry is
+//! - A completion queue never overruns. Each post reserves an entry for its completion, which is
 //!   free again when the application has read the completion. A post that finds no free entry fails
 //!   with `Again`.
 //!
@@ -35,8 +35,8 @@
 //!   `AtomicRead`, which changes nothing, REMOTE_READ is enough as well.
 //! - Bytes that peers change in a region with RMA_PMEM are persistent before the write or atomic
 //!   completes, if the memory itself is persistent. If the NIC cannot write these bytes back, the
-//!   transfer fails. Bytes that a transfer copies into local memory are not written back. The method
-//!   of the write-back depends on the memory:
+//!   transfer fails. Bytes that a transfer copies into local memory are not written back. The
+//!   method of the write-back depends on the memory:
 //!   - mapped pages: `msync(MS_SYNC)` of the touched pages;
 //!   - device DAX, which `msync` refuses: a write-back of the cache lines, if the region owns the
 //!     memory and the processor is an x86-64;
@@ -75,8 +75,8 @@
 //! # Limits
 //!
 //! - Both ends of a transfer are in one process. A forked child cannot use its parent's NICs.
-//! - A domain executes both sides of its requests. If a request accesses device memory of a peer, the
-//!   domain calls the driver of that memory. Only the peer's domain decides if such calls are
+//! - A domain executes both sides of its requests. If a request accesses device memory of a peer,
+//!   the domain calls the driver of that memory. Only the peer's domain decides if such calls are
 //!   permitted.
 //! - Requests of different endpoints execute in any order.
 //! - Keys of 8 bytes are hard to guess, but they are not cryptographically secure. Keys of 4 bytes

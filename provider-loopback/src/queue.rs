@@ -24,16 +24,16 @@ pub(super) struct Queue {
     used: AtomicUsize,
     state: Mutex<State>,
     arrived: Condvar,
-    /// The event fd, created at first use. A thread writes to the fd only if [`State::armed`] is
-    /// true, and holds the lock of `state` meanwhile.
+    /// The event fd, created at first use. A thread that writes to the fd holds the lock of `state`
+    /// and has seen [`State::armed`] true.
     event: OnceLock<OwnedFd>,
 }
 
 #[derive(Debug)]
 struct State {
     entries: VecDeque<Completion>,
-    /// The error of waits for the empty queue, once its domain is closed or the device is lost. No
-    /// request completes afterwards.
+    /// The error of waits for the empty queue, set when the domain is closed or its device is lost.
+    /// No request completes after that.
     ended: Option<Error>,
     /// The number of threads that wait for a completion.
     sleeping: usize,
@@ -94,8 +94,8 @@ impl Queue {
         }
     }
 
-    /// Marks the queue as ended, when its domain closes or loses its device. Wakes the waiting
-    /// threads, and makes the event fd readable if it is armed.
+    /// Ends the queue because its domain closes or has lost its device. Wakes the waiting threads,
+    /// and makes the event fd readable if [`Queue::arm`] was called for it.
     pub(super) fn end(&self, error: Error) {
         let mut state = self.state.lock();
         state.ended.get_or_insert(error);
@@ -175,8 +175,9 @@ impl Queue {
         Ok(self.event.get_or_init(|| made).as_fd())
     }
 
-    /// Makes the event fd unreadable, and makes the next completion signal it. Returns false if the
-    /// queue has unread completions already. The caller must not sleep then.
+    /// Makes the event fd unreadable until the next completion, which makes the fd readable.
+    /// Returns false if the queue already has unread completions. The fd then announces nothing,
+    /// and the caller must read the completions instead of sleeping.
     ///
     /// # Errors
     /// - The error of [`Queue::end`], if the queue is empty and has ended.

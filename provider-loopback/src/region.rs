@@ -63,8 +63,8 @@ pub(super) struct RegionPiece {
     /// The application's addresses of the piece.
     pub(super) range: AddressRange,
     pub(super) memory: PieceMemory,
-    /// The start of the piece in `memory`: the argument `at` of [`PieceMemory::span`] for the
-    /// piece's first byte.
+    /// The place of the piece's first byte in `memory`, as the argument `at` of
+    /// [`PieceMemory::span`].
     pub(super) at: u64,
 }
 
@@ -130,9 +130,10 @@ impl Region {
         self.enabled.store(true, Ordering::Release);
     }
 
-    /// Checks that the region is enabled and that its key is not a single-use key that was used.
-    /// `by_key` is true if a peer's key named the region. If it is false, a handle of the domain
-    /// named the region, and the key is not checked.
+    /// Checks that the region is enabled. If `by_key` is true, also checks that its key is not a
+    /// single-use key that was used.
+    ///
+    /// `by_key` is true if a peer's key named the region, and false if a handle of the domain did.
     #[inline]
     pub(super) fn check_usable(&self, by_key: bool) -> Result<(), Refusal> {
         if by_key && self.attr.single_use && self.spent.load(Ordering::Acquire) {
@@ -175,10 +176,8 @@ impl Region {
         self.endpoint.get().copied()
     }
 
-    /// Returns the ranges of host memory that the region does not own, with their pinned pages if
-    /// the NIC pins memory.
-    ///
-    /// The application may change the pages of such ranges.
+    /// Returns the ranges of host memory that the region does not own, whose pages the application
+    /// may change. If the NIC pins memory, each range comes with its pinned pages.
     pub(super) fn borrowed(&self) -> impl Iterator<Item = (AddressRange, Option<&Arc<Pinned>>)> {
         self.attr.pieces.iter().filter_map(|piece| match &piece.memory {
             PieceMemory::Borrowed => Some((piece.range, None)),
@@ -265,10 +264,11 @@ impl Region {
         Ok(())
     }
 
-    /// Returns the offset of an address in the region.
+    /// Returns the offset in the region of the byte at `address`.
     ///
-    /// Returns `None` unless all `len` bytes from the address lie in adjacent pieces with
-    /// consecutive addresses. `len` is at least 1.
+    /// The `len` bytes from `address` must all lie in the region. They may lie in several pieces if
+    /// these follow each other both in the region and in their addresses. Otherwise returns `None`.
+    /// `len` is at least 1.
     pub(super) fn offset_of(&self, address: u64, len: u64) -> Option<u64> {
         let pieces = &self.attr.pieces;
         let mut run = 0;

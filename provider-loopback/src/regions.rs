@@ -3,12 +3,13 @@
 //! # Use and deregistration
 //!
 //! Each region has a lock. A transfer takes the lock's *read* guard ([`RegionGuard`]) before it
-//! reads or writes the region's memory, and keeps it until its last byte has moved. Deregistration
-//! and refresh take the *write* guard, and so wait for every transfer that uses the region.
+//! reads or writes the region's memory, and keeps the guard until its last byte has moved.
+//! Deregistration and refresh take the *write* guard, and so wait for every transfer that uses the
+//! region.
 //!
-//! A sub-region uses the pages of its *root*, the region that was registered with them. A transfer
-//! through a sub-region has the read guards of both. A refresh takes the write guard of the root,
-//! and so waits for the transfers of all sub-regions too.
+//! A sub-region uses the pages of its *root*, the region that was registered with these pages. A
+//! transfer through a sub-region has the read guards of both. A refresh takes the write guard of
+//! the root, and so waits for the transfers of all sub-regions too.
 //!
 //! **The NIC never touches memory of a deregistered region.** A transfer takes its read guard under
 //! the lock of the table, while the table contains the region. [`Regions::remove`] does three
@@ -16,21 +17,23 @@
 //!
 //! 1. It takes the region out of the table, so that no transfer can take a new guard.
 //! 2. It waits for the existing guards. Each guard has a reference to the region. So if the table's
-//!    reference was the only one, there is no guard to wait for.
+//!   reference was the only one, there is no guard to wait for.
 //! 3. It drops the region's memory.
 //!
-//! **A transfer does not deadlock with itself.** [`RegionTable::hold`] never waits for a region's
-//! lock. It refuses a region that has a write guard, or for which a thread waits for one. So one
-//! region can be on both sides of a transfer: if its deregistration begins between the two holds,
-//! the second hold fails. No thread waits for the lock of a region while it has the lock of the
-//! table.
+//! **A transfer does not deadlock with itself.** One region can be on both sides of a transfer,
+//! which then takes two read guards. A deregistration may begin between the two. If the second hold
+//! waited for the deregistration, the transfer would wait for itself. So [`RegionTable::hold`]
+//! never waits for a region's lock: it fails if another thread has the write guard or waits for it.
+//! In general, no thread waits for the lock of a region while it has the lock of the table.
+//!
 //! One deadlock remains: a copy engine must neither deregister nor refresh a region of the transfer
 //! that called it.
 //!
 //! # Keys and indices
 //!
 //! A token is an index and a generation, which counts the uses of the index. A handle of an earlier
-//! generation names no region. An index is not used again after its last generation.
+//! generation names no region. After the last generation, which is 2^32 - 1, the index is never
+//! used again.
 //!
 //! A map finds the index of a region by domain and key. A key of 4 bytes that the NIC chooses
 //! consists of the index and 8 bits of the generation. Such a key repeats after 256 uses of its
@@ -81,8 +84,8 @@ impl Deref for RegionGuard {
 #[derive(Debug)]
 pub(super) struct RefreshGuard {
     root: ArcRwLockWriteGuard<RawRwLock, Region>,
-    /// The guard of the refreshed sub-region of `root`; `None` if the refreshed region is `root`
-    /// itself.
+    /// The guard of the region whose refresh was requested, if that is a sub-region of `root`.
+    /// `None` if it is `root` itself.
     part: Option<ReadGuard>,
 }
 
@@ -94,8 +97,8 @@ impl Deref for RefreshGuard {
     }
 }
 
-/// With keys of 4 bytes, the number of free indices that the table holds back, so that no key is
-/// reused soon.
+/// The value of [`IndexTable::resting`] with keys of 4 bytes. Such keys contain the index, so an
+/// index that is reused late gives keys that repeat late.
 const RESTING_INDICES: usize = 256;
 
 /// The origin of a region's pages.
@@ -125,8 +128,8 @@ struct IndexTable {
     all: Vec<Slot>,
     /// Free indices, the oldest first.
     free: VecDeque<u32>,
-    /// The number of free indices that the table holds back from reuse. The table reuses them only
-    /// after every index has been used once.
+    /// The number of free indices that stay unused while other indices were never used. An index is
+    /// reused only if more indices than this are free, or if every index has been used once.
     resting: usize,
 }
 
@@ -142,9 +145,8 @@ struct Live {
     dependents: u32,
     key: u64,
     pages: Pages,
-    /// The root of a sub-region: the region that was registered with the pages. The root stays live
-    /// as long as its sub-regions, because each is a dependent of the root or of another
-    /// sub-region.
+    /// The root of a sub-region: the region that was registered with the pages. The root cannot be
+    /// removed before its sub-regions, because each of these counts as a dependent of its parent.
     root: Option<Token>,
     region: SharedRegion,
 }
@@ -189,12 +191,13 @@ impl IndexTable {
         Some(self.find(live.domain, root).expect("a region with dependents is not removed"))
     }
 
-    /// Takes the read guards of a live region and, for a sub-region, of its root (the
+    /// Takes the read guard of a live region. For a sub-region, also takes that of its root (the
     /// region that was registered with the pages). `by_key` is true if a peer's key named the
-    /// region, and false if a handle of the domain did. The caller holds the lock of the table.
+    /// region, and false if a handle of the domain did.
     ///
-    /// While the caller holds that lock, only a refresh can have a write guard:
-    /// [`Regions::remove`] takes one after it removed the region from the table.
+    /// The caller holds the lock of the table. So if a write guard stands in the way, a refresh has
+    /// it, not [`Regions::remove`], which takes one only after it has removed the region from the
+    /// table.
     #[inline(always)]
     fn hold(&self, token: Token, live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
         let region = live.region.try_read_arc().ok_or(Refusal::Refreshing)?;
@@ -349,9 +352,8 @@ impl Regions {
         Ok(table.slots.find(domain, token).ok_or_else(|| stale("raw key"))?.key)
     }
 
-    /// Returns true if a descriptor names a live region of the domain now.
-    ///
-    /// A transfer checks this again when it takes a guard of the region.
+    /// Returns true if a descriptor names a live region of the domain now. The region may be
+    /// deregistered later, so a transfer checks again when it takes a guard of the region.
     #[inline]
     pub(super) fn is_live(&self, domain: u32, token: Token) -> bool {
         self.lock().slots.find(domain, token).is_some()
@@ -380,8 +382,8 @@ impl Regions {
 
     /// Calls `look` with a live region, enabled or not. Waits for a refresh but not for transfers.
     ///
-    /// If the region has no dependent, another thread may deregister it at the same time. `look`
-    /// may then see the region without pieces.
+    /// Another thread may deregister the region at the same time, unless the region has a
+    /// dependent. `look` may then see the region without pieces.
     ///
     /// # Errors
     /// - NoRegion: the handle is stale.

@@ -43,8 +43,9 @@ impl DomainState {
         self.insert(request.key, Pages::Own(len), region, reservation)
     }
 
-    /// Imports the memory of a new region. With MMU_NOTIFY, finds the pages that are present now in
-    /// memory that the region does not own.
+    /// Imports the memory of a new region. With MMU_NOTIFY, also finds the pages that the NIC may
+    /// access at first: all memory that the region owns and, of other memory, the pages that are
+    /// present now.
     fn prepare(
         &self,
         request: &Registration<'_>,
@@ -135,12 +136,12 @@ impl DomainState {
         Ok(RegionPiece { range: piece.range, memory, at })
     }
 
-    /// Imports host memory that the region does not own, as the mode and the NIC require:
+    /// Imports host memory that the region does not own:
     ///
-    /// - A NIC that pins pages pins all pages of the range. With MMU_NOTIFY it pins only the
-    ///   present pages, because the application announces the others later.
-    /// - A NIC that does not pin populates the pages in ALLOCATED mode, and otherwise leaves them
-    ///   as they are.
+    /// - With [`RemapPolicy::Pinned`](super::RemapPolicy), pins all pages of the range. With
+    ///   MMU_NOTIFY, pins only the present pages, because the application announces the others
+    ///   later.
+    /// - Otherwise pins nothing. In ALLOCATED mode, populates the pages of the range.
     ///
     /// # Errors
     /// BadAddress: a page is not mapped, or does not permit the accesses of the region's rights.
@@ -167,10 +168,12 @@ impl DomainState {
         Ok(PieceMemory::Pinned(Arc::new(Pinned::new(runs))))
     }
 
-    /// Adds a region to the table. On success, the region counts toward the limits of the NIC until
-    /// its deregistration (`reservation`). The domain's mode decides whether the application or the
-    /// NIC chooses the region's key. A key of 4 bytes that the NIC chooses is the region's index in
-    /// the table with a tag.
+    /// Adds a region to the table. The domain's mode decides whether the application or the NIC
+    /// chooses the key. A key of 4 bytes that the NIC chooses is the region's index in the table
+    /// with a tag.
+    ///
+    /// On success, `reservation` stays in force: the region counts toward the limits of the NIC
+    /// until its deregistration.
     ///
     /// # Errors
     /// - NoKey: a region of the domain has the requested key, or a window of the domain has keys

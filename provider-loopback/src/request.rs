@@ -207,8 +207,8 @@ fn atomic(
     })))
 }
 
-/// Returns the remote parts of a write or read of `len` bytes. An access with a key of several
-/// pieces has one part for each piece that the access touches.
+/// Returns the remote parts of a write or read of `len` bytes. If a key has several pieces, the
+/// access is split into one part for each piece that it touches.
 #[inline]
 fn remote_parts(segments: &[RemoteSegment<'_>], len: u64) -> Result<Few<RemotePart>> {
     let mut parts = Few::new();

@@ -1,8 +1,9 @@
 //! Memory windows: additional keys for parts of regions.
 //!
-//! A window's key is a prefix with an 8-bit tag. A call binds a type 1 window and increments the
-//! tag. A posted request, or a call that names an endpoint, binds a type 2 window with the caller's
-//! tag, after the old key was invalidated. Binding makes no system call (InfiniBand 10.6.7; MW-08).
+//! A window's key is a prefix with an 8-bit tag. A type 1 window is bound by a call, which
+//! increments the tag. A type 2 window is bound by a posted request, or by a call that names an
+//! endpoint. The caller chooses the tag, and must have invalidated the old key. Binding makes no
+//! system call (InfiniBand 10.6.7; MW-08).
 //!
 //! Each binding has a lock. A transfer through the window takes a read guard of that lock. A
 //! binding ends in two steps:
@@ -12,9 +13,11 @@
 //!
 //! When unbinding or invalidation returns, the key is invalid and no transfer uses it. A copy
 //! engine must not unbind or invalidate a window of the transfer that called it: the call would
-//! wait for its own transfer. If the endpoint of a type 2 window closes, step 2 is left out for a
-//! binding that a transfer uses. The next call that ends the window's bindings, or the
-//! deregistration of the region, does that step.
+//! wait for its own transfer.
+//!
+//! The close of an endpoint ends the bindings of its type 2 windows, but does not wait for
+//! transfers. If a transfer uses such a binding, step 2 is done later: by the next call that ends a
+//! binding of the window, or by the deregistration of the region.
 
 use std::{
     collections::HashMap,
@@ -80,15 +83,15 @@ struct State {
     tag: u8,
     /// `None` while the window is not bound.
     binding: Option<Arc<RwLock<Binding>>>,
-    /// Bindings that were removed from the window, and that transfers may still use. The next
-    /// removal of a binding also drops the ended bindings from this list.
+    /// Bindings that were removed from the window, but that transfers may still use. A binding that
+    /// has ended stays in the list until the next binding is removed.
     ending: Endings,
     /// True once the window was deallocated.
     freed: bool,
     /// The number of posted binds and invalidations that have not ended.
     posted: u32,
-    /// The state of the window once all posted requests have succeeded. It has a meaning only while
-    /// `posted` is not 0.
+    /// The state that the window will have when all posted binds and invalidations have succeeded.
+    /// Valid only while `posted` is not 0.
     expected: WindowState,
 }
 
@@ -107,7 +110,8 @@ pub(super) struct Binding {
     endpoint: Option<u64>,
     /// The endpoint that the window keeps open; `None` unless the window has type 2A.
     keeps_open: Option<Arc<EndpointLife>>,
-    /// True once the binding has released its region and endpoint.
+    /// True once the binding has ended: it no longer keeps its region registered or its endpoint
+    /// open.
     ended: bool,
 }
 
@@ -124,8 +128,8 @@ pub(super) struct EndpointLife {
     /// The number of the endpoint on its fabric.
     pub(super) id: u64,
     closed: AtomicBool,
-    /// The number of type 2A windows bound through the endpoint. The mutex also guards changes of
-    /// `closed`.
+    /// The number of type 2A windows bound through the endpoint. A thread that changes `closed`
+    /// holds this mutex, so that no window is bound meanwhile.
     bound: Mutex<usize>,
 }
 
@@ -174,10 +178,9 @@ impl State {
         self.prefix << 8 | self.tag as u64
     }
 
-    /// Removes the binding from the window, so that no new transfer uses it.
-    ///
-    /// Returns the bindings that the caller must wait for: the removed binding, and earlier
-    /// bindings that other threads have removed.
+    /// Removes the binding from the window, so that no new transfer uses it. Returns the bindings
+    /// that the caller must then end: the removed one, and those removed earlier that have not
+    /// ended.
     fn take_binding(&mut self) -> Endings {
         let has_ended = |binding: &RwLock<Binding>| binding.try_read().is_some_and(|it| it.ended);
         self.ending.retain(|binding| !has_ended(binding));
@@ -224,7 +227,8 @@ impl Window {
 }
 
 impl Binding {
-    /// Ends bindings that were removed from their windows. Waits for the transfers that use them.
+    /// Ends bindings that were removed from their windows. Waits for the transfers that use these
+    /// bindings.
     fn end_all(endings: &Endings) {
         endings.iter().for_each(|binding| binding.write().release());
     }
@@ -535,10 +539,11 @@ impl Windows {
         Ok(WindowStatus { key: state.key(), state: state.window_state(), pending })
     }
 
-    /// Counts a posted bind or invalidation of a window.
+    /// Counts a bind or invalidation of a window that is about to be posted.
     ///
     /// # Errors
-    /// The error of the [`WindowRule`] that forbids `event` once the earlier requests have ended.
+    /// The error of the [`WindowRule`] that forbids `event` in the state that the earlier posted
+    /// requests will leave.
     pub(super) fn note_posted(&self, window: ProviderWindow, event: WindowEvent) -> Result<()> {
         let operation = match event {
             WindowEvent::Invalidate => "invalidate window",
@@ -563,10 +568,12 @@ impl Windows {
         }
     }
 
-    /// Invalidates the keys that were bound through a closed endpoint.
+    /// Removes the bindings that were made through a closed endpoint, so that their keys are
+    /// invalid.
     ///
-    /// Does not wait for transfers, because a transfer may have closed the endpoint on this thread.
-    /// A binding that transfers use ends later ([`Windows::end_bindings_to`]).
+    /// Does not wait for transfers, because this call may come from a copy engine inside one. A
+    /// binding that no transfer uses ends at once. Other bindings end later
+    /// ([`Windows::end_bindings_to`]).
     pub(super) fn end_of_endpoint(&self, endpoint: u64) {
         let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
         for window in windows {
@@ -581,8 +588,9 @@ impl Windows {
         }
     }
 
-    /// Ends the bindings to a region that were removed from their windows when an endpoint closed.
-    /// Waits for the transfers that use them. Returns false if there are no such bindings.
+    /// Ends the bindings to a region that were removed from their windows and have not ended. The
+    /// close of an endpoint leaves such bindings. Waits for the transfers that use them. Returns
+    /// false if there are none.
     pub(super) fn end_bindings_to(&self, region: Token) -> Result<bool> {
         let windows: Vec<_> = self.index.read().by_token.values().map(Arc::clone).collect();
         let is_to = |binding: &Arc<RwLock<Binding>>| {
