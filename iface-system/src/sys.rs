@@ -70,8 +70,9 @@ pub(crate) fn file_identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
     Ok((stat.st_dev, stat.st_ino))
 }
 
-/// Opens the file of an fd again, for reading and writing. Unlike for a duplicate of the fd,
-/// `simulated::sys::is_open_elsewhere` returns true while the new fd is open.
+/// Opens the file of an fd a second time, for reading and writing. While the new fd is open,
+/// `simulated::sys::is_open_elsewhere` returns true. A duplicate of the fd would not have this
+/// effect.
 pub(crate) fn reopen(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     open(&format!("/proc/self/fd/{}", fd.as_raw_fd()), OFlags::RDWR)
 }

@@ -60,9 +60,9 @@ pub(super) struct EndpointState {
 /// The peers of an endpoint: the endpoints that it has resolved.
 #[derive(Debug)]
 struct Peers {
-    /// The [`PeerId`] of the first peer, a random number. Each later peer gets the next number. The
-    /// ids of two endpoints thus differ, and an endpoint refuses the ids that another endpoint gave
-    /// out.
+    /// The [`PeerId`] of the first peer, a random number. Each later peer gets the next number. So
+    /// peer ids of two endpoints almost certainly differ, and an endpoint refuses the ids that
+    /// another endpoint gave out.
     first: u64,
     /// The peers in the order of their [`PeerId`]s. Each entry has the number of the peer's
     /// endpoint on the fabric, and the endpoint itself.

@@ -132,7 +132,7 @@ pub(super) fn send(
 /// Executes a write with immediate data. `write` moves the bytes. Returns the length of the write.
 ///
 /// Returns `None` if the peer has neither a matching receive nor room in its inbox. The caller then
-/// tries again later. This is known before `write` is called, so the bytes are moved only once.
+/// tries again later. In that case `write` was not called, so the bytes are moved only once.
 ///
 /// # Errors
 /// The error of `write`. The receive is then put back.

@@ -224,9 +224,9 @@ impl IndexTable {
 }
 
 impl RegionTable {
-    /// Returns a guard that keeps the region of a handle registered during a transfer.
-    ///
-    /// The call never waits for a region's lock: it fails if the region is being refreshed.
+    /// Takes a guard of the region that a handle of the domain names. The region stays registered
+    /// until the guard is dropped. The call never waits for a region's lock: it fails if the region
+    /// is being refreshed.
     #[inline(always)]
     pub(super) fn hold(&self, domain: u32, token: Token) -> Result<RegionGuard, Refusal> {
         let live = self.slots.find(domain, token).ok_or(Refusal::NoRegion)?;

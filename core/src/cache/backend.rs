@@ -8,8 +8,8 @@ use crate::{Rejected, Result, monitor::Invalidator};
 /// Registers, deregisters and watches memory for a [`Cache`](super::Cache).
 ///
 /// Threads may call the methods concurrently. The cache holds its lock while it calls
-/// [`CacheBackend::max_len`], which must not use the cache. It holds none of its locks while it
-/// calls any other method.
+/// [`CacheBackend::max_len`], so that method must not use the cache. The cache holds no lock while
+/// it calls any other method.
 ///
 /// The cache stays usable if a method other than [`CacheBackend::max_len`] panics. A registration
 /// that panics counts as failed. A region whose deregistration panics is lost: the cache does not

@@ -26,12 +26,13 @@ use crate::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
 /// A cache of memory registrations.
 ///
 /// The cache starts one thread, the worker, which deregisters the regions of invalidated entries.
+///
 /// In a forked child no lookup hits, and [`Cache::get_or_register`] registers an uncached region.
 /// The child never touches the parent's registrations.
 ///
-/// A miss that needs room evicts by a clock with second chances: it evicts entries that have no
-/// lease and had no hit since the clock hand last passed them. It may evict more entries than
-/// needed, as a batch: a sixteenth of all entries, but no more than 64.
+/// A miss that needs room evicts by a clock with second chances: entries that have no lease and had
+/// no hit since the clock hand last passed them. To save time, the miss may evict a whole batch of
+/// entries: a sixteenth of all entries, but no more than 64.
 pub struct Cache<S: CacheBackend> {
     pub(super) core: Arc<CacheCore<S>>,
     /// The cache's core, as the [`Invalidator`] that monitors and the backend get.

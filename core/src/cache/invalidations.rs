@@ -82,8 +82,8 @@ impl InvalidationSlot {
 /// selects. If that slot is claimed already, the invalidation claims an overflow slot. If no slot
 /// is free, the invalidation counts as one of all memory.
 ///
-/// Preferred slots are cheaper to release. That needs a plain store. Releasing an overflow slot
-/// needs an atomic exchange, which is slow just after a system call such as `munmap`.
+/// A preferred slot is released by a plain store. An overflow slot needs an atomic exchange, which
+/// is slow just after a system call such as `munmap`.
 #[derive(Debug)]
 pub(super) struct ActiveInvalidations {
     preferred: [InvalidationSlot; PREFERRED],

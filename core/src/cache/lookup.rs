@@ -37,8 +37,9 @@ pub(super) enum FastLookup<'c, S: CacheBackend> {
     Hit(LeasedEntry<'c, S>),
     /// The search of the table returned no entry. The lookup's lease slot is free again.
     Miss,
-    /// The fast path cannot decide whether the lookup hits. `found` is the index that its search of
-    /// the table returned (0 for none), or `None` if it did not search.
+    /// The fast path cannot decide whether the lookup hits. `found` is the result of the lookup's
+    /// search of the table: the index of an entry, or 0 for none. `found` is `None` if the lookup
+    /// did not search.
     SlowPath {
         found: Option<u32>,
     },

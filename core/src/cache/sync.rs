@@ -62,8 +62,8 @@ impl Condvar {
 /// Registers the process for `membarrier(2)`, with which cache lookups need no fence.
 ///
 /// # Errors
-/// The kernel refuses the call. The caches of this process are correct without it. Their lookups
-/// then use fences and are slower.
+/// The kernel refuses the call. Lookups of this process's caches then use fences, which is slower
+/// but as correct.
 #[cfg(not(loom))]
 pub fn use_membarrier() -> Result<()> {
     use rustix::thread::{MembarrierCommand, membarrier};

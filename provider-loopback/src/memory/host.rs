@@ -16,8 +16,8 @@
 //! | a file that the NIC imported by its fd | `msync` of its mapping, or `fdatasync` |
 //! | memory of a device | the device's flush (`InboundFlush::flush`) |
 //!
-//! The kernel acts on the current mapping, which may have changed since the registration. It
-//! refuses device DAX with EINVAL, since that has no file to write to.
+//! `msync` acts on the current mapping, which may have changed since the registration. The kernel
+//! refuses `msync` of device DAX with EINVAL, since device DAX has no file to write to.
 
 #![allow(unsafe_code, reason = "system calls that copy host memory by address")]
 

@@ -1,7 +1,7 @@
-//! Models of the cache's races, on a table of four pages.
+//! Models of the cache's races, on a table of four pages. `cargo xtask loom` runs them.
 //!
-//! The guide has the command. Loom has no `membarrier`: both halves of the barrier are SeqCst
-//! fences here. A model that fails without one kind of fence shows that the fence is needed.
+//! Loom has no `membarrier`, so both halves of the asymmetric barrier are SeqCst fences here. Some
+//! tests leave out one kind of fence. The failure of the model then shows that the fence is needed.
 //!
 //! Each model must reach both outcomes of its race. A model that reaches only one fails.
 

@@ -15,8 +15,8 @@ use super::{
 const UNSEEN: &str = "a walk missed an entry";
 
 /// Runs a model: one thread walks all pages up to `last`, while another thread runs `alter` on the
-/// table. `put` lists the entries of the table before that, each as first page, last page and
-/// index. `alter` must keep entry 1 and remove entry 2.
+/// table. `put` lists the entries that the table has at the start, each as its first page, last
+/// page and index. `alter` must keep entry 1 and remove entry 2.
 fn walk_beside(put: &'static [(u64, u64, u32)], last: u64, alter: fn(&Radix, &mut RadixState)) {
     model(move || {
         let (radix, mut state) = Radix::new(4).expect("a table");
