@@ -99,9 +99,9 @@ impl Budget {
     /// Reserves mappings, so that this monitor may watch `own` separate ranges in total. Succeeds
     /// at once if the monitor watches that many already.
     ///
-    /// Then the caller asks the kernel to watch the ranges. Whether that succeeds or not, and also
-    /// after an error of this method, the caller passes the real number of watched ranges to
-    /// [`Budget::set_watched`].
+    /// Then the caller asks the kernel to watch the ranges. After that, the caller passes the real
+    /// number of watched ranges to [`Budget::set_watched`]. The caller also does so if this method
+    /// or the kernel fails.
     ///
     /// # Errors
     /// - [`Unwatched::Share`]: the process's monitors would exceed their share.
