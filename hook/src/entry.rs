@@ -23,9 +23,9 @@ pub(super) struct PatchPoint {
     /// Code that undoes the instructions before the patch point. The trampoline runs this code
     /// before the hook.
     pub(super) undo: Vec<u8>,
-    /// A copy of the function's instructions before the offset `resume`, without branches that are
-    /// taken only for arguments that the function refuses. The copy runs when the hook calls the
-    /// original function.
+    /// A copy of the function's instructions before the offset `resume`. The hook runs the copy to
+    /// call the original function. Branches that the function takes only to refuse its arguments
+    /// are left out.
     pub(super) skipped: Vec<u8>,
     /// The displacements in `skipped` that must change, because the trampoline's copy of these
     /// instructions lies at another address than the original.
@@ -49,7 +49,7 @@ pub(super) struct Relative {
 /// The reason why the entry of a function cannot be patched.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum PatchObstacle {
-    /// The decoder found a jump or call. Other libraries patch functions by such instructions.
+    /// The decoder found a jump or call. Another library has probably patched the function.
     Jump,
     /// The decoder does not know the instruction at this offset from the entry.
     Unknown(usize),

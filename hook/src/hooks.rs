@@ -1,4 +1,4 @@
-//! The hooks of one monitor: the patches and the subscriptions of the monitor.
+//! The hooks of one monitor: its share of the patches, and its subscriptions.
 
 use std::{
     array,
@@ -122,15 +122,16 @@ pub struct Hooks<T: HasTable + 'static> {
     monitor: MonitorName,
     process: &'static Process<T>,
     patches: &'static Patches,
-    /// The issuer of this monitor's subscriptions. The number in a [`Subscription`] is the slot of
-    /// the subscribed invalidator.
+    /// The issuer of this monitor's subscriptions. Each [`Subscription`] carries the slot of the
+    /// subscribed invalidator as its number.
     issuer: TokenIssuer,
-    /// The subscriptions of each invalidator to this monitor, by the invalidator's slot in the
-    /// subscriber table of the process.
+    /// The subscriptions of each invalidator to this monitor. The index is the invalidator's slot
+    /// in the subscriber table of the process.
     own: [OwnSubscriptions; SLOTS],
-    /// The subscription of each invalidator to the subscriber table of the process, by slot. `None`
-    /// while the slot has no invalidator that is subscribed to this monitor. A thread holds the
-    /// lock while it adds the first or removes the last subscription of an invalidator.
+    /// The entry of each invalidator of this monitor in the subscriber table of the process, by
+    /// slot. `None` for a slot that is free, or whose invalidator is not subscribed to this
+    /// monitor. The first subscription of an invalidator adds the entry, and the end of the last
+    /// one removes the entry, both under this lock.
     in_table: Mutex<[Option<SlotSubscription>; SLOTS]>,
 }
 
@@ -139,7 +140,8 @@ pub struct Hooks<T: HasTable + 'static> {
 #[derive(Debug, Default)]
 struct OwnSubscriptions {
     /// Lower half: the number of subscriptions. Upper half: how often this number has risen from
-    /// zero.
+    /// zero, so that a compare-and-exchange fails if the slot has got another invalidator
+    /// meanwhile.
     count: AtomicU64,
     /// The address of the invalidator, from [`identity`]. Valid while the number of subscriptions
     /// is not zero.

@@ -148,8 +148,8 @@ impl<T: HasTable> Process<T> {
     /// Checks that every patch is in place.
     ///
     /// If a patch was overwritten, the first call that finds this invalidates all memory for every
-    /// subscriber. Later calls do not, because the hooks accept no subscription while the patch is
-    /// overwritten.
+    /// subscriber. Later calls need not do so, because no subscriber can be added while the patch
+    /// is overwritten.
     ///
     /// # Errors
     /// The errors of [`Patches::check_patches`].

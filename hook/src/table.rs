@@ -120,7 +120,7 @@ impl HasTable for SubscriberTable {
 pub struct TableReadGuard<'a> {
     table: &'a SubscriberTable,
     line: &'a Line,
-    /// The value that the line's exclusive counter gets when this guard is dropped. `None` if the
+    /// The value to store in the line's exclusive counter when this guard is dropped. `None` if the
     /// guard is counted in the line's shared counter.
     after: Option<u64>,
     /// The value of [`SubscriberTable::taken`] when the guard was created.
@@ -263,8 +263,8 @@ pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
     issuer: TokenIssuer,
     shared: WipedOnFork<T>,
-    /// The slots and the numbers of subscriptions. A thread holds this lock while it changes them
-    /// or the table.
+    /// The slot and the number of subscriptions of each invalidator. A thread that changes these
+    /// counts or the table holds this lock.
     counts: Mutex<SubscriptionCounts>,
 }
 
@@ -297,8 +297,8 @@ impl<T: HasTable> Subscribers<T> {
         })
     }
 
-    /// Returns the value that hooks and other threads read. The value contains the table, and is
-    /// zeroed in a forked child.
+    /// Returns the memory that contains the table and the fields that the monitor added (`T`). The
+    /// kernel zeroes this memory in a forked child.
     #[inline]
     pub fn shared(&self) -> &WipedOnFork<T> {
         &self.shared

@@ -161,7 +161,7 @@ impl DeviceAllocator {
     }
 
     /// Allocates VMM memory: maps one handle into a new reservation, and lets the device access the
-    /// mapping. Creates the memory GPUDirect RDMA capable if the device supports that.
+    /// mapping. Sets the GPUDirect RDMA flag of the memory if the device supports the flag.
     fn virtual_alloc(&self, device: DeviceId, len: usize) -> Result<(u64, CudaOrigin)> {
         let entry = self.lookup.driver().device("allocate", device)?;
         let f = &self.lookup.driver().functions;
@@ -213,8 +213,10 @@ impl DeviceAllocator {
     }
 
     /// Frees memory by the driver call that its origin requires. The caller must make the device's
-    /// primary context current. If the driver refuses a step of the release of VMM memory, `origin`
-    /// holds the remaining objects, and a repeated call continues with them.
+    /// primary context current.
+    ///
+    /// VMM memory is released in several steps. If the driver refuses a step, `origin` records the
+    /// objects that remain, and a repeated call releases these.
     fn release(&self, base: u64, device: DeviceId, origin: &mut CudaOrigin) -> Result<()> {
         let functions = &self.lookup.driver().functions;
         match origin {

@@ -23,8 +23,8 @@ fn has_closed_modules(facts: &Facts) -> bool {
     line.contains("Kernel Module") && !line.contains("Open Kernel Module")
 }
 
-/// Rules for refusals by CUDA. A rule with the name of a general rule replaces that rule, with a
-/// cause or remedy for CUDA.
+/// Causes of refusals by CUDA. A general cause whose name is in this list is replaced by the entry
+/// here, which has a cause or remedy for CUDA.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "nvidia-closed-modules",

@@ -314,7 +314,8 @@ impl PrimaryContexts {
     /// - the calling thread's context, if it belongs to the same device;
     /// - the device's primary context, which is created if this process does not have it.
     ///
-    /// No document says whether the driver needs a context for memory without one.
+    /// The driver's documentation does not say whether calls on memory without a context need a
+    /// current context. So this method never returns without one.
     pub(crate) fn work_context(&self, own: CuContext, device: DeviceId) -> Result<WorkContext<'_>> {
         let borrowed = if own.is_null() { self.current_of(device)? } else { Some(own) };
         match borrowed {
@@ -349,8 +350,8 @@ impl PrimaryContexts {
         }
     }
 
-    /// Calls `with` with the streams and events of a device's retained primary context, while the
-    /// context is locked.
+    /// Calls `with` with the streams and events of a device's retained primary context. The lock of
+    /// the device's element of [`Self::retained`] is held meanwhile.
     ///
     /// # Errors
     /// BadState if the iface was closed. A closed iface retains no context.
@@ -412,9 +413,9 @@ impl PrimaryContexts {
     /// Releases the primary context that [`Self::join`] retained for a device. The caller must
     /// remove the context from [`PrimaryContexts::retained`].
     ///
-    /// If the iface has no allocation on the device, the hooks notify no subscriber of this
-    /// release. The release then frees no registered memory: other code with memory in the context
-    /// has retained the context too, and the hooks notify when that code releases it.
+    /// If the iface has no memory on the device, the hooks notify no subscriber of this release,
+    /// since it frees no registered memory. Other code with memory in the context has retained the
+    /// context too, and the hooks notify the subscribers when that code releases it.
     fn drop_reference(&self, device: DeviceId) -> Result<()> {
         const CALL: &str = "cuDevicePrimaryCtxRelease_v2";
         let handle = self.driver.device(CALL, device)?.handle;
@@ -427,8 +428,8 @@ impl PrimaryContexts {
 }
 
 impl Drop for PrimaryContexts {
-    /// Releases every context. The driver may refuse to destroy a stream, after a reset of its
-    /// context for example. The context is released nevertheless.
+    /// Releases every retained context. Logs the error if the driver refuses to destroy a stream,
+    /// for example after a reset of the context, and releases the context nevertheless.
     fn drop(&mut self) {
         for device in self.device_ids() {
             let mut primary = self.lock(device);

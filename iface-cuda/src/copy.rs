@@ -216,8 +216,8 @@ impl Copier {
         }
     }
 
-    /// Returns the context in which the driver must make a copy. Returns `None` if the CPU has
-    /// copied the bytes.
+    /// Chooses the context in which the driver is to make a copy. Returns `None` if no driver call
+    /// is needed, because the CPU has already copied the bytes.
     ///
     /// The CPU copies if neither side is memory that CUDA allocated, and either the length is 0 or
     /// a side is host memory that the application page-locked.

@@ -3,8 +3,8 @@
 //! A region owns a [`CudaSlice`] by [`CudarcBuffer`] until the region is closed, or borrows it for
 //! a closure by [`scope`]. The application chooses the CUDA version for which `cudarc` is built, by
 //! a `cuda-*` feature of its own dependency or the environment variable `CUDARC_CUDA_VERSION`. This
-//! crate chooses no version, since two different ones cannot be built together. It does not tell
-//! `cudarc` which driver library to load.
+//! crate chooses no version, because one build of `cudarc` cannot have two versions. `cudarc` finds
+//! and loads the driver library by itself.
 //!
 //! By default `cudarc` allocates stream-ordered memory, which the driver may not export to a NIC.
 //! The region's decision then has the path `Staged`, with the reason.
@@ -52,8 +52,8 @@ pub struct CudarcBuffer<T: AnyBits> {
 }
 
 impl<T: AnyBits> CudarcBuffer<T> {
-    /// Wraps a slice for registration. Waits for the earlier work of its stream, so that a NIC sees
-    /// the result.
+    /// Wraps a slice for registration. Waits for earlier work on the slice's stream, so that a NIC
+    /// reads the result of that work.
     ///
     /// `iface` copies between the slice and the host. Its kind must be [`IfaceKind::CUDA`].
     ///

@@ -33,9 +33,9 @@ pub(crate) struct Exporter {
     pub(crate) segments: Segments,
     /// Records the contexts of exported memory, for later flushes of the NICs' writes.
     pub(crate) flusher: Arc<InboundFlusher>,
-    /// Subscriptions to frees, which each export of VMM memory to a peer-memory client notifies.
-    /// The notification keeps the registration out of the cache, where a hit that compares mappings
-    /// could not detect that the driver has ended the pinning. `None` if hits rely on hooks.
+    /// Subscribers to notify of each export of VMM memory to a peer-memory client. The notification
+    /// prevents the cache from keeping the registration: a cache hit compares mappings, which does
+    /// not show that the driver has ended the pinning. `None` if hits rely on hooks.
     pub(crate) by_mappings: Option<Arc<FreeSubscriptions>>,
 }
 
@@ -242,8 +242,8 @@ impl Exporter {
     /// memory may return before its end, and a NIC would read old bytes. The caller must make the
     /// memory's context current.
     ///
-    /// Returns true if the memory cannot have the attribute: the caller must set it on contexts.
-    /// The driver then returned one of these codes:
+    /// Returns true if the memory cannot have the attribute. The caller must then set SYNC_MEMOPS
+    /// on contexts. The driver reports such memory by one of these codes:
     ///
     /// - NOT_SUPPORTED, for VMM memory, and for memory of `cuMemAlloc` that a layer above the
     ///   driver makes from VMM memory;
@@ -355,9 +355,11 @@ fn no_dma_buf() -> Error {
     }
 }
 
-/// Returns the error for a refused export. A driver without the PCIe mapping returns INVALID_VALUE
-/// if the driver does not know the flag, and NOT_SUPPORTED otherwise. The driver returns the same
-/// codes for memory that it cannot export by any mapping.
+/// Returns the error for a refused export.
+///
+/// For the PCIe mapping, INVALID_VALUE means that the driver does not know the mapping, and
+/// NOT_SUPPORTED that the driver or the device lacks it. The driver returns the same codes for
+/// memory that it cannot export by any mapping.
 fn dma_buf_refused(code: CuResult, mapping: DmaBufMapping) -> Error {
     const CALL: &str = "cuMemGetHandleForAddressRange";
     let lacking =

@@ -1,14 +1,16 @@
 //! Flush of inbound writes: makes them visible to work that a device starts next.
 //!
-//! `cuda.h`: `cuFlushGPUDirectRDMAWrites` blocks until the writes are visible "to the target
-//! context", and the only target is the current context. So this module calls it in each context
-//! whose memory was exported to a NIC, and in the device's primary context if the process has it.
+//! `cuFlushGPUDirectRDMAWrites` blocks until the writes are visible "to the target context"
+//! (`cuda.h`), which is always the current context. So this module calls the function in each
+//! context whose memory was exported to a NIC, and in the device's primary context if the process
+//! has one.
 //!
 //! The application may destroy its contexts at any time, and a destroyed context must not be passed
-//! to the driver. So this module checks first that the context is alive. It remembers the exported
-//! allocations of each context, its witnesses, with their identities ([`AllocationId`]). The driver
-//! frees these allocations with the context, and never reuses an identity. So a context is alive
-//! while the driver still knows one of its witnesses under the same identity.
+//! to the driver. So this module checks first that the context is alive. For each context, the
+//! module records the exported allocations (the *witnesses*) with their identities
+//! ([`AllocationId`]). The driver frees the witnesses with the context, and never reuses an
+//! identity. So a context is alive while the driver still knows one of its witnesses by the
+//! recorded identity.
 
 #![allow(unsafe_code, reason = "calls the driver to flush inbound writes")]
 
@@ -41,14 +43,15 @@ pub(crate) struct InboundFlusher {
 #[derive(Debug)]
 struct ExportedMemory {
     contexts: Vec<WitnessedContext>,
-    /// Number of witnesses above which [`Self::purge`] removes those of freed memory, and sets the
-    /// limit to twice the remaining number.
+    /// Number of witnesses that triggers a purge: when there are more, [`Self::purge`] removes the
+    /// witnesses whose memory was freed. The purge then sets this limit to twice the number of the
+    /// witnesses that remain.
     limit: usize,
 }
 
-/// A context with its witnesses, the exported memory that belongs to the context: the identity of
-/// each witness by its address. The context exists while one of its witnesses is allocated. If
-/// `context` is null, the witnesses are exported memory that belongs to no context.
+/// A context and its witnesses: the exported allocations that belong to the context, as a map from
+/// the address to the identity. The context exists while one of its witnesses is allocated. If
+/// `context` is null, the witnesses are exported allocations that belong to no context.
 #[derive(Debug)]
 struct WitnessedContext {
     context: CuContext,
@@ -194,9 +197,9 @@ impl InboundFlusher {
         }
     }
 
-    /// Returns the contexts, except `primary`, whose exported memory is still allocated. The search
-    /// in a context ends at the first allocation that is not known to be freed, and removes the
-    /// freed allocations before it from the record.
+    /// Returns the contexts, except `primary`, in which exported memory is still allocated. Queries
+    /// the witnesses of a context in turn until one is not known to be freed. Removes the freed
+    /// ones before it from the record.
     fn alive(&self, device: DeviceId, primary: Option<CuContext>) -> Result<Alive> {
         let mut exported = self.exported[device.0 as usize].lock();
         let mut alive = Alive::default();

@@ -96,8 +96,8 @@ pub(crate) fn with_handle<T>(
     result.map(Some)
 }
 
-/// Returns the mapping that contains an address of reserved memory. `cuda.h` on RANGE_SIZE: "To
-/// retrieve the size of the mapped region, see cuMemGetAddressRange".
+/// Returns the mapping that contains an address of reserved memory. Calls `cuMemGetAddressRange`,
+/// because the attribute RANGE_SIZE is the size of the whole reservation.
 ///
 /// # Errors
 /// - OutOfBounds if no memory is mapped at the address.

@@ -154,8 +154,9 @@ impl IpcExchange {
     }
 }
 
-/// Converts the code of `cuIpcOpenMemHandle_v2` to a result. A handle that the driver does not know
-/// was valid once, since `IpcHandle::decode` has checked its bytes. So the error is Unavailable.
+/// Converts the code of `cuIpcOpenMemHandle_v2` to a result. If the driver does not know the
+/// handle, the error is Unavailable: the caller has checked the handle's bytes with
+/// `IpcHandle::decode`, so the handle was valid once.
 fn check_open(code: CuResult) -> Result<()> {
     check(code, "cuIpcOpenMemHandle_v2").map_err(|error| match code {
         CuResult::CUDA_ERROR_INVALID_CONTEXT => error.remedy(

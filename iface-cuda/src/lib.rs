@@ -82,9 +82,10 @@
 //!   primary one. A primary context stays retained, unless the call fails. In the thread's context,
 //!   the page-locking ends when the application destroys that context.
 //! - **Flushing inbound writes** (devices that do not order them): each context of live exported
-//!   memory, and the active primary one. If exported memory has no context, or no context is found:
-//!   the thread's too. For memory without a context, the primary one is the last choice. A primary
-//!   context stays retained for the next flush.
+//!   memory, and the active primary one. The thread's context is added if some exported memory has
+//!   no context, or if no other context was found. If there is none of these contexts, but exported
+//!   memory without a context: the primary one, which is created. A primary context stays retained
+//!   for the next flush.
 //! - **Queries, if the driver needs a context**: the thread's, else an active primary one. The
 //!   primary one is released afterwards. No context is created. If neither exists, addresses count
 //!   as unknown, and a flush for exported memory of an application's context fails.

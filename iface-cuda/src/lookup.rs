@@ -34,15 +34,16 @@ const ATTRIBUTES: [CuPointerAttribute; 9] = [
     sys::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
 ];
 
-/// Flag in [`PointerLookup::known`]: the number is not confirmed, since no query has returned
-/// values yet.
+/// Flag in [`PointerLookup::known`] until the driver has returned the values of a query. Until then
+/// the driver may not know the last attribute.
 const UNSEEN: u32 = 1 << 31;
 
 /// Looks up allocations by address.
 #[derive(Debug)]
 pub(crate) struct PointerLookup {
     pub(crate) contexts: PrimaryContexts,
-    /// Number of leading [`ATTRIBUTES`] that the driver knows, possibly with the flag [`UNSEEN`].
+    /// Number of the first [`ATTRIBUTES`] that the driver knows. The bit [`UNSEEN`] is set while
+    /// this number is not confirmed.
     known: AtomicU32,
     host_kinds: HostKinds,
 }
@@ -69,10 +70,11 @@ impl FoundAllocation {
 /// `cuda.h` on BUFFER_ID: "Subsequent allocations do not reuse IDs from previous freed
 /// allocations." So the kind of an identity never changes, and no entry needs to be removed.
 ///
-/// Page-locking is not an allocation. This cache assumes that the driver does not assign the
-/// identity of an earlier allocation to page-locked memory. Otherwise the iface would take the
-/// application's pages for an allocation of CUDA, and cache them under an identity that does not
-/// show their unmapping. Reuse of the identity of earlier page-locked memory is harmless.
+/// `cuda.h` does not say this of memory that the application page-locks, since page-locking is not
+/// an allocation. The cache assumes that such memory never gets the identity of an earlier
+/// allocation. Otherwise the iface would take the application's pages for an allocation of CUDA,
+/// and a hit could not detect that they were unmapped. Reuse of the identity of earlier page-locked
+/// memory is harmless, since the kind is the same.
 ///
 /// Each identity has one slot. A later identity with the same slot replaces an earlier one. A slot
 /// is one word, so a reader never sees a part of an entry.
@@ -132,8 +134,9 @@ impl PointerLookup {
     /// Creates a lookup. Queries an address that is not CUDA memory, to find out how many of
     /// [`ATTRIBUTES`] the driver knows.
     ///
-    /// Later queries report INVALID_VALUE as an error. So this function refuses a driver that
-    /// returns INVALID_VALUE for every address that is not CUDA memory.
+    /// An INVALID_VALUE of a later query is an error of the driver. So this function refuses a
+    /// driver that returns this code for an address that is not CUDA memory, whatever the number of
+    /// attributes.
     ///
     /// # Errors
     /// - Unsupported if the driver cannot return the range of the allocation at an address.
@@ -200,17 +203,17 @@ impl PointerLookup {
         }
     }
 
-    /// Queries the driver. If the driver needs a context and this thread has none, queries again in
-    /// each existing primary context.
+    /// Queries the attributes of an address. If the driver needs a context and this thread has
+    /// none, repeats the query in each existing primary context.
     ///
-    /// `cuda.h`: the driver returns INVALID_CONTEXT for an address that no context with unified
-    /// addressing knows. Some drivers return it for any address on a thread without a current
-    /// context, device memory included. Others also return it on a thread whose current context was
-    /// destroyed.
+    /// According to `cuda.h`, INVALID_CONTEXT means that no context with unified addressing knows
+    /// the address. On a thread without a current context, some drivers return the code for any
+    /// address, even of device memory. Some drivers return it also if the thread's current context
+    /// was destroyed.
     ///
     /// With such a driver, a thread without a context makes up to six calls for each device whose
     /// primary context the process has. The iface does not retain the context between queries, so
-    /// that the application can destroy it.
+    /// that the application can destroy the context.
     fn query_anywhere<const N: usize>(
         &self,
         address: Address,
@@ -359,13 +362,12 @@ impl PointerLookup {
         Ok(Some(FoundAllocation { allocation, context }))
     }
 
-    /// Returns true if the memory at an address is VMM memory, which has a handle. `cuda.h` on
-    /// `cuMemRetainAllocationHandle`: "If the address requested is not mapped, the function will
-    /// fail". Only `cuMemMap` maps an address in this sense.
+    /// Returns true if the memory at an address is VMM memory: the driver returns a handle for
+    /// memory that `cuMemMap` mapped, and for no other memory.
     ///
-    /// Returns true if the driver lacks the call, because handling any memory as VMM memory is
-    /// correct: the iface exports VMM memory one mapping at a time, and caches a registration only
-    /// if the memory has a handle.
+    /// Returns true also if the driver lacks the call `cuMemRetainAllocationHandle`. Any memory can
+    /// be treated as VMM memory: the iface exports it one mapping at a time, and caches a
+    /// registration only if the memory has a handle.
     fn has_handle(&self, address: Address) -> Result<bool> {
         let functions = &self.contexts.driver.functions;
         if functions.mem_retain_allocation_handle.is_none() || functions.mem_release.is_none() {
@@ -416,10 +418,10 @@ impl PointerLookup {
     /// Returns an allocation that [`Self::find`] returned before, with its context. Returns `None`
     /// if the context may have been destroyed, and the allocation with it.
     ///
-    /// The context is the token of `of`, which the caller may have set to any number. A destroyed
-    /// context must not be passed to the driver. So this method accepts a context that is null,
-    /// retained by the iface or current on this thread. Any other context is accepted only if the
-    /// driver returns that context for the memory.
+    /// The field `token` of `of` holds the context, but the caller may have set the field to any
+    /// number, and a destroyed context must not be passed to the driver. So this method accepts a
+    /// context that is null, retained by the iface or current on this thread. Any other context is
+    /// accepted only if the driver returns that context for the memory at `address`.
     pub(crate) fn if_live(
         &self,
         of: &Allocation,

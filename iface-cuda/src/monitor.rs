@@ -58,7 +58,8 @@ pub enum CudaMonitorKind {
     /// hooked, the monitor does not start. Suits applications that free only through the driver's
     /// exported functions: a free that [`FreeHooks`] does not see leaves a stale registration. The
     /// identity of stream-ordered memory is queried nevertheless, since its free takes effect
-    /// later, when its stream reaches the free. The monitor retains no handles of VMM memory.
+    /// later, when its stream reaches the free. The monitor retains no handles of VMM memory, so
+    /// the application's release frees the memory at once.
     Hooks,
     /// Queries the driver for the identity at each hit, which detects every free. Patches no code.
     ///
@@ -117,8 +118,8 @@ pub(crate) struct CudaMonitors {
 }
 
 impl MonitorSource for CudaMonitors {
-    /// Returns [`DetectionMethod::Identity`]: the driver has no callback for frees, and its
-    /// functions are hooked only while a monitor exists.
+    /// Returns [`DetectionMethod::Identity`], the method that the driver itself offers: it has no
+    /// callback for frees. A started monitor may use hooks too.
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Identity
     }

@@ -63,8 +63,8 @@ impl SegmentMap for Segments {
         work_context.end(segments)
     }
 
-    /// Returns the mappings in a range. Costs one driver call for each mapping, and one for each
-    /// unmapped step of the smallest mapping's length.
+    /// Returns the mappings in a range. Makes one driver call for each mapping. Searches unmapped
+    /// addresses in steps of the smallest possible mapping, with one call for each step.
     fn mapped(&self, range: AddressRange) -> Result<Vec<AddressRange>> {
         let step = self.smallest_mapping()?;
         let functions = &self.lookup.driver().functions;

@@ -39,9 +39,9 @@ enum KnownInstruction {
     /// An instruction that may run twice: before the hook, and again in the trampoline's copy. The
     /// instruction does not change the value of an argument.
     Copied,
-    /// A branch before the patch point, which the function takes only for arguments that it
-    /// refuses. A call with such arguments ends before it reaches the hook. So the trampoline's
-    /// copy leaves the branch out.
+    /// A branch that the function takes only to refuse its arguments. It precedes the patch point.
+    /// A call that takes the branch fails without the system call, and never reaches the hook. So
+    /// the trampoline's copy of the instructions omits the branch.
     Branch,
     MovX8(i64),
 }
@@ -70,8 +70,8 @@ fn known(instruction: u32) -> Option<KnownInstruction> {
     }
 }
 
-/// Returns true for `b`, `bl`, and for `ldr` of a literal into x16 or x17, which begins an absolute
-/// jump.
+/// Returns true for an instruction by which other libraries patch functions: `b`, `bl`, or an `ldr`
+/// of a literal into x16 or x17. The `ldr` is the first part of an absolute jump.
 fn is_jump(instruction: u32) -> bool {
     instruction & 0x7c00_0000 == 0x1400_0000 || instruction & 0xff00_001e == 0x5800_0010
 }
@@ -82,9 +82,10 @@ fn makes_frame(instruction: u32) -> bool {
     instruction & 0xffe0_7fff == 0xa9a0_7bfd || instruction & 0xff80_03ff == 0xd100_03ff
 }
 
-/// Finds the instruction that a patch can replace in `code`, the first bytes of a function. If `nr`
-/// is set, the function must make the system call with this number: fails if an instruction before
-/// the found one loads another number.
+/// Finds the instruction that a patch can replace in `code`, the first bytes of a function.
+///
+/// If `nr` is set, the function must make the system call with this number. The decoder fails if an
+/// instruction before the patch point loads another number.
 pub(super) fn decode(
     _: u64,
     code: &[u8; ENTRY_LEN],

@@ -19,14 +19,15 @@
 //!   synchronisation, for one store within an aligned quadword: other processors run the old or the
 //!   new bytes. A patch of 16 bytes is beyond that.
 //!
-//! The crate keeps to the promise where it can. The kernel makes every processor that runs this
-//! process execute a serialising instruction (`membarrier`, SYNC_CORE): after the trampolines are
-//! written and before any jump leads to them, after the jumps are written, and after the original
-//! bytes are restored. So no processor runs a trampoline that it fetched too early, and when
-//! `Hooks::start` returns, every thread runs the jumps.
+//! Around the store, the crate does what Intel requires. The kernel makes every processor that runs
+//! this process execute a serialising instruction (`membarrier`, SYNC_CORE): after the trampolines
+//! are written and before any jump leads to them, after the jumps are written, and after the
+//! original bytes are restored. So no processor runs a trampoline that it fetched too early, and
+//! when `Hooks::start` returns, every thread runs the jumps.
 //!
-//! The store itself relies on more than the promise, as other software does that patches running
-//! code by one aligned store (HotSpot patches the entries of Java methods so):
+//! During the store, other processors may fetch the bytes, and the manuals do not promise a result
+//! for every processor. The patch relies on the facts below. Other software that patches running
+//! code by one aligned store relies on them too: HotSpot patches the entries of Java methods so.
 //!
 //! - The bytes lie in one cache line, and caches for code are coherent. So a processor gets the
 //!   line from before or after the store.
@@ -96,8 +97,10 @@ fn is_jump(code: &[u8]) -> bool {
 }
 
 /// Finds the instruction that a patch can replace in `code`, the first bytes of the function at
-/// `address`. If `nr` is set, the function must make the system call with this number: fails if the
-/// found instruction, or one before it, loads another number.
+/// `address`.
+///
+/// If `nr` is set, the function must make the system call with this number. The decoder fails if
+/// the found instruction, or one before it, loads another number.
 pub(super) fn decode(
     address: u64,
     code: &[u8; ENTRY_LEN],
@@ -288,8 +291,9 @@ pub(super) fn jump(address: u64, target: u64) -> Option<[u8; JUMP_LEN]> {
     Some([0xe9, a, b, c, d])
 }
 
-/// Encodes the displacement that `relative` describes, for a copy of the code that lies at
-/// `address`. Returns `None` if the memory that the instruction reads is out of reach.
+/// Encodes the displacement that the copy of an instruction needs to read the same memory as the
+/// original. `address` is the address of the copied code. Returns `None` if that memory is out of
+/// reach.
 pub(super) fn displacement(address: u64, relative: &Relative) -> Option<[u8; 4]> {
     let distance = i128::from(relative.target) - i128::from(address + relative.from as u64);
     i32::try_from(distance).ok().map(i32::to_le_bytes)

@@ -22,9 +22,9 @@
 //!
 //! A release of a primary context by the application invalidates all memory, even if another part
 //! of the process still retains the context. The driver frees the memory of a context at the last
-//! release, which may be a release by this crate. Releases by this crate do not notify if no memory
-//! of this crate is left in the context. So each earlier release by the application must notify.
-//! Otherwise memory of the application would be freed while it is registered.
+//! release. That may be a release by this crate, which notifies no subscriber if no memory of this
+//! crate is left in the context. So the subscribers must be notified of each release by the
+//! application. Otherwise the application's memory could be freed while it is registered.
 //!
 //! # Functions without a hook
 //!
@@ -42,8 +42,8 @@
 //! - a checkpoint of the process;
 //! - `cuEGLStreamConsumerReleaseFrame`;
 //! - frees that the CUDA runtime may make by tables of its own (`cuGetExportTable`): runtime 12.9
-//!   looks up the functions above by name, but no test over a device has shown that runtime
-//!   memory is freed in no other way.
+//!   looks up the functions above by name. No test on a device has excluded that it also frees
+//!   memory by such a table.
 
 mod hook;
 mod own;
