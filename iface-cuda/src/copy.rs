@@ -11,8 +11,8 @@
 //!   of the device is current on the thread.
 //!
 //! In both cases the iface creates a stream for the copy and destroys the stream afterwards. In the
-//! second case the call that starts an asynchronous copy waits for its end, since the application
-//! may destroy the context at any time.
+//! second case, an asynchronous copy has ended when the call that starts it returns, since the
+//! application may destroy the context at any time.
 //!
 //! The iface does not order its streams after those of the application: the application waits for
 //! its own work that writes the source.

@@ -1,4 +1,4 @@
-//! Errors that are the same for every vendor, and the steps of a call that report them.
+//! Errors that are the same for every vendor, and checks that return them.
 
 #![allow(unsafe_code, reason = "owns the descriptors that drivers return")]
 

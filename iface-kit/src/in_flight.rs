@@ -6,8 +6,11 @@ use hmem_core::{Result, iface::CopyEvent};
 
 use crate::log_failure;
 
-/// A copy that a device runs, with the driver's objects that it uses, such as a stream, an event or
-/// a buffer. Dropping the value does not wait for the copy: [`InFlight`] calls `finish`.
+/// A copy that runs on a device, with the driver's objects that it uses, such as a stream, an event
+/// or a buffer.
+///
+/// The owner must call [`finish`](Self::finish), because dropping the value does not wait for the
+/// end of the copy. [`InFlight`] does so.
 pub trait DeviceCopy: fmt::Debug + Send {
     /// Returns true if the device has ended the copy. A copy that failed counts as ended.
     fn has_ended(&self) -> bool;

@@ -165,9 +165,10 @@ impl PoolAllocator {
         })
     }
 
-    /// Frees memory by the runtime call that its origin requires. If the runtime refuses a step of
-    /// the release of VMM memory, `origin` holds the remaining objects, and a repeated call
-    /// continues with them.
+    /// Frees memory by the runtime call that its origin requires.
+    ///
+    /// VMM memory is released in several steps. If the runtime refuses a step, `origin` records the
+    /// objects that remain, and a repeated call releases these.
     ///
     /// # Safety
     /// The memory must belong to this iface. The caller must free it only once, and nothing may use

@@ -11,8 +11,8 @@ fn lacks_options(facts: &Facts) -> bool {
     ["DMABUF_MOVE_NOTIFY", "PCI_P2PDMA"].iter().any(|name| facts.has_option(name) == Some(false))
 }
 
-/// Rules for refusals by ROCr. A rule with the name of a general rule replaces that rule, with a
-/// cause or remedy for ROCr.
+/// Causes of refusals by ROCr. A general cause whose name is in this list is replaced by the entry
+/// here, which has a cause or remedy for ROCr.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "rocr-file-descriptors",

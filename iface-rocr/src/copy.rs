@@ -176,8 +176,8 @@ impl Copier {
     /// Returns the kind of memory that a range of the copy begins in.
     ///
     /// # Errors
-    /// - OutOfBounds if the range begins in an allocation and reaches beyond its end. Page-locking
-    ///   by the application is no allocation.
+    /// - OutOfBounds if the range begins in an allocation and reaches beyond its end. A range that
+    ///   the application page-locked does not count as an allocation.
     /// - Driver if the runtime does not recognise memory that the iface allocated.
     /// - Unavailable if the memory's device is not visible in this process.
     /// - AddressWraps if the range passes the end of the address space.
@@ -222,8 +222,10 @@ impl Copier {
 
 impl CopyBuffers {
     /// Starts a copy with at least one side on a device. If a device cannot access the other side,
-    /// the copy must fit into a buffer. A copy between two devices has two steps: this method waits
-    /// for the end of the first step, and starts the second.
+    /// the copy runs through one buffer, and must fit into it.
+    ///
+    /// A copy between two devices has two steps, into the buffer and out of it. This method waits
+    /// for the end of the first step and starts the second.
     fn begin(
         self: &Arc<Self>,
         copy: CopyRange,

@@ -177,8 +177,8 @@ impl Exporter {
     }
 }
 
-/// Returns the error for a runtime without an export function. The errno distinguishes this error
-/// from that of [`no_dma_buf`].
+/// Returns the error for a runtime without an export function. Its errno (ENOSYS) distinguishes
+/// this error from that of [`no_dma_buf`], which has another cause.
 pub(crate) fn no_export_call() -> Error {
     let error = lacks_symbol(Facet::DmaBuf.operation(), "hsa_amd_portable_export_dmabuf");
     error.errno(rustix::io::Errno::NOSYS).remedy(

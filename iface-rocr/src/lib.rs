@@ -39,14 +39,14 @@
 //! - Pools of a CPU (`hipHostMalloc`): page-locked host memory, registered as host pages.
 //! - Locked host memory (`hsa_amd_memory_lock`, `hipHostRegister`): pages of the application,
 //!   registered and monitored as system memory.
-//! - Reserved addresses (`hsa_amd_vmem_*`): VMM memory. The iface exports VMM memory that it
-//!   allocated by the handle of the physical memory, and registrations are never cached. VMM memory
-//!   of the application is refused with an error that says so, since the runtime does not report
-//!   the first address of this memory.
+//! - Reserved addresses (`hsa_amd_vmem_*`): VMM memory. If the iface allocated the memory, exports
+//!   use the handle of the physical memory, and registrations are never cached. If the application
+//!   allocated the memory, an export is refused with an error that says so, since the runtime does
+//!   not report the first address of the memory.
 //! - Memory of another process: the iface tries an export as dma-buf or peer memory. The export may
 //!   fail. Registrations are cached only if this iface opened the memory, and until `ipc_close`.
-//! - Managed memory (`hipMallocManaged`) is host pages with attributes, which the runtime's lookup
-//!   does not know. It is system memory.
+//! - Managed memory (`hipMallocManaged`): host pages with attributes. The runtime's lookup does not
+//!   know this memory, so it counts as system memory.
 //!
 //! # Identities
 //!

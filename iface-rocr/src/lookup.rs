@@ -172,8 +172,8 @@ impl Lookup {
     /// Returns an allocation from a pool with its identity. At the first lookup of the allocation,
     /// assigns the identity and registers a callback for the free.
     ///
-    /// If the runtime refuses the callback or the memory was freed meanwhile, the identity is one
-    /// that no other lookup returns.
+    /// If the runtime refuses the callback, or if the memory was freed during the call, returns an
+    /// identity that no other lookup returns.
     fn identify(&self, address: Address, seen: Allocation) -> Result<Allocation> {
         let Some(register) = self.runtime.functions.register_deallocation else {
             return Ok(seen);

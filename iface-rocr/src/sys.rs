@@ -88,7 +88,7 @@ pub struct MemoryPool {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PointerInfo {
-    /// Size of this structure in bytes. A runtime that knows fewer members lowers it.
+    /// Size of this structure in bytes. A runtime that knows fewer members lowers the value.
     pub size: u32,
     /// Type of the address: an `HSA_EXT_POINTER_TYPE_*`. For `HSA_EXT_POINTER_TYPE_UNKNOWN` the
     /// runtime does not write the other members.

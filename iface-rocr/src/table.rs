@@ -145,8 +145,8 @@ impl AllocationTable {
         }
     }
 
-    /// Records the origin of an allocation that this iface made. If the allocation has no callback,
-    /// and so no entry, adds an entry.
+    /// Records the origin of an allocation that this iface made. Adds an entry if the table has
+    /// none, because no deallocation callback is registered for the allocation.
     pub(crate) fn own(&self, allocation: Allocation, origin: RocrOrigin) {
         let mut entries = self.entries.lock();
         let fresh = || KnownMemory {

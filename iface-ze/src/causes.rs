@@ -5,8 +5,8 @@ use hmem_core::{
     cause::{Answer, RefusalCause, Step},
 };
 
-/// Rules for refusals by Level Zero. A rule with the name of a general rule replaces that rule,
-/// with a cause or remedy for Level Zero.
+/// Causes of refusals by Level Zero. A general cause whose name is in this list is replaced by the
+/// entry here, which has a cause or remedy for Level Zero.
 pub const CAUSES: &[RefusalCause] = &[
     RefusalCause {
         name: "ze-not-exportable",

@@ -2,8 +2,8 @@
 //!
 //! Each copy by a device runs on a [`Lane`] of its own. The device accesses its own memory and host
 //! memory of its driver only. Other host memory is copied through the lane's buffer, since a device
-//! may not be able to access that memory. The call that starts an asynchronous copy waits for its
-//! end if the two sides are on different devices, or if the bytes do not fit into the buffer.
+//! may not be able to access that memory. An asynchronous copy has ended when the call that starts
+//! it returns, if the two sides are on different devices or the bytes do not fit into the buffer.
 //!
 //! No lane is ordered after the queues of the application: the application waits for its own work
 //! that writes the source.
@@ -114,9 +114,9 @@ impl Copier {
         started.map(Some).map_err(|error| copy.described(error))
     }
 
-    /// Starts a copy by a device, on a [`Lane`]. `plan` receives the address of the lane's buffer,
-    /// and returns the copy for the device. For a copy from the buffer to host memory, `plan` also
-    /// returns that copy, which the CPU makes afterwards.
+    /// Starts a copy by a device, on a [`Lane`]. `plan` gets the address of the lane's buffer, and
+    /// returns up to two copies. The first is for the device. The second, from the buffer to host
+    /// memory, is made by the CPU afterwards.
     fn begin(
         &self,
         entry: &DeviceEntry,

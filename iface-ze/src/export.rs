@@ -4,7 +4,8 @@
 //! exceptions: small allocations that the driver took from a pool, and physical memory that the
 //! application mapped in part. Exports of these two kinds are refused, because no call returns
 //! their offset in the buffer. Memory that spans several tiles of a GPU has several buffers. The
-//! driver exports only the first, so that the dma-buf is smaller than the allocation.
+//! driver exports only the first of them. This export is refused too, because the dma-buf is
+//! smaller than the allocation.
 
 #![allow(unsafe_code, reason = "calls the driver to export memory, and owns the descriptors")]
 
@@ -258,8 +259,8 @@ impl Exported {
     ///
     /// A driver before Level Zero 1.6 has no call to return an fd. Some of these drivers open an fd
     /// for each export, which the exporting process must close. Others keep one fd for each
-    /// allocation. A second export shows the difference: it returns another fd or the same fd. If
-    /// the second export is of other memory, no fd is closed.
+    /// allocation. A second export shows the difference: it returns another fd or the same fd. No
+    /// fd is closed if the memory at `base` was replaced by other memory before the second export.
     fn close_if_own(self, driver: &Driver, context: ContextHandle, base: Address) -> Result<()> {
         let again = Self::ask(driver, context, base)?;
         if again.fd != self.fd && again.allocation == self.allocation {
@@ -273,8 +274,8 @@ impl Exported {
     }
 }
 
-/// Returns the size of a dma-buf, or of a memory file (memfd), which the fake driver exports
-/// instead. Returns `None` for any other file, such as standard input.
+/// Returns the size of a dma-buf, or of a memory file (memfd), which the fake driver of the tests
+/// exports instead. Returns `None` for any other file, such as standard input.
 fn size_of_file(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = rustix::fs::fstat(fd).ok()?;
     let file_type = FileType::from_raw_mode(stat.st_mode);

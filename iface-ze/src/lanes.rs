@@ -186,12 +186,13 @@ impl Lanes {
         check(unsafe { (functions.event_host_reset)(lane.event) }, "zeEventHostReset")
     }
 
-    /// Puts a [`Lane`] back into the list of idle lanes, or destroys the lane if its last copy
-    /// failed.
+    /// Puts a [`Lane`] back into the list of idle lanes. If `failed` is the error of the lane's
+    /// last copy, destroys the lane instead.
     ///
-    /// Before the destruction, waits for a copy that the device may still run. The error kind
-    /// Unavailable means that the device is lost, and runs no copy. An error of the wait or of the
-    /// destruction is only logged.
+    /// The device may still run the failed copy, so this method waits for the end of the copy
+    /// before it destroys the lane. It does not wait after an error of the kind Unavailable,
+    /// because a lost device runs no copy. Errors of the wait and of the destruction are only
+    /// logged.
     pub(crate) fn leave(&self, mut lane: Lane, failed: Option<&Error>) {
         let Some(refused) = failed else {
             self.spare.lock().push(lane);

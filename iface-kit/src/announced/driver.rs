@@ -93,7 +93,7 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The error that the driver reported.
     fn is_active(&self, device: DeviceId) -> Result<bool>;
 
-    /// Allocates `len` bytes of device memory, which are whole pages of the host.
+    /// Allocates `len` bytes of device memory. `len` is a multiple of the host's page size.
     ///
     /// # Errors
     /// - Unavailable if the vendor's runtime was not started.
@@ -196,9 +196,10 @@ pub trait Open: Driver + Sized {
     /// those of libfabric's booleans, such as 1 and 0.
     const START_VARIABLE: &'static str;
 
-    /// Returns true if the iface may start the runtime. `decided` is the setting of the builder.
-    /// With `None`, [`START_VARIABLE`](Self::START_VARIABLE) decides, unless `without_environment`
-    /// is true. If nothing decides, the iface may not start the runtime.
+    /// Returns true if the iface may start the vendor's runtime. The setting of the builder,
+    /// `decided`, takes precedence. If it is `None`, the variable
+    /// [`START_VARIABLE`](Self::START_VARIABLE) decides, unless `without_environment` is true.
+    /// Returns false if neither decides.
     ///
     /// # Errors
     /// InvalidArgument if the variable decides and is not a boolean.

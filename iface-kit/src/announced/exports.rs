@@ -1,9 +1,9 @@
 //! Dma-bufs of an allocation. A dma-buf may still be in use when its allocation is freed.
 //!
-//! A CUDA or ROCr driver keeps the pages of a dma-buf until its last user releases it. The kernel
-//! drivers of Neuron and Gaudi do not: memory that is freed under a registration may be allocated
-//! again while the NIC still reaches it. So the iface keeps a descriptor of each dma-buf that it
-//! exported. The iface frees the memory once these descriptors are the only users.
+//! A CUDA or ROCr driver keeps the pages of a dma-buf until the last user has released the dma-buf.
+//! The kernel drivers of Neuron and Gaudi do not: memory that is freed under a registration may be
+//! allocated again while the NIC still reaches it. So the iface keeps a descriptor of each dma-buf
+//! that it exported. The iface frees the memory once these descriptors are the only users.
 //!
 //! The kernel shows the number of users in `/proc/self/fdinfo`: descriptors, mappings, and
 //! attachments of drivers.
@@ -17,8 +17,8 @@ use std::{
 #[derive(Debug, Default)]
 pub(crate) struct Exports {
     kept: Vec<OwnedFd>,
-    /// Number of kept descriptors at which [`Self::keep`] closes those that are no longer needed,
-    /// and sets the limit to twice the remaining number.
+    /// Number of kept descriptors at which [`Self::keep`] closes the descriptors that are no longer
+    /// needed. `keep` then sets this limit to twice the number of the remaining descriptors.
     limit: usize,
 }
 

@@ -190,8 +190,10 @@ impl<H: Copy> Table<H> {
         self.entries.write().insert(entry.block.range.start().0, entry);
     }
 
-    /// Stores a dma-buf in the entry of its allocation, if the iface allocated the memory. Returns
-    /// false if the allocation was freed or withdrawn since [`Self::locate`] returned `of`.
+    /// Keeps a descriptor of a dma-buf in the entry of its allocation. Drops `fd` instead if the
+    /// application allocated the memory, because the application also frees that memory.
+    ///
+    /// Returns false if the allocation was freed or withdrawn since [`Self::locate`] returned `of`.
     #[must_use]
     pub(crate) fn keep_export(
         &self,

@@ -28,7 +28,7 @@ const EXPORT: &[Step] = &[Step::Export];
 const ANY_EXPORT: &[Step] = &[Step::ExportWhole, Step::Export];
 const SEGMENTS_OR_EXPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export];
 const EXPORT_OR_REGISTER: &[Step] = &[Step::ExportWhole, Step::Export, Step::Register];
-/// The steps that show that a NIC does not reach a device.
+/// The steps at which a refusal can mean that the NIC does not reach the device.
 const REACH: &[Step] = &[Step::ExportWhole, Step::Export, Step::Register, Step::Transfer];
 const NOT_IMPORT: &[Step] = &[Step::Segments, Step::ExportWhole, Step::Export, Step::Register];
 const REGISTER: &[Step] = &[Step::Register];
@@ -119,8 +119,9 @@ fn memory_only_nodes(facts: &Facts) -> Option<String> {
     (!nodes.is_empty()).then(|| format!("nodes {}", nodes.join(", ")))
 }
 
-/// Returns the paths in `all` of device nodes that belong to NICs if `step` opens a NIC, and
-/// otherwise of those that belong to other devices. Returns `None` if there are none.
+/// Returns the device nodes in `all` that `step` concerns, as a list of paths: nodes of NICs if
+/// `step` opens a NIC, and otherwise nodes of other devices. Returns `None` if `all` has no such
+/// node.
 fn nodes(all: &BTreeSet<String>, step: Step) -> Option<String> {
     let of_step = |node: &&String| node.starts_with("/dev/infiniband/") == (step == Step::OpenNic);
     let nodes: Vec<_> = all.iter().filter(of_step).map(String::as_str).collect();

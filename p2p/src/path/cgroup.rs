@@ -3,8 +3,8 @@
 use hmem_core::cause::Facts;
 
 /// The two hierarchies of control groups that can limit RDMA objects: version 2, and the RDMA
-/// controller of version 1. The fields are the list of controllers in the line of
-/// `/proc/self/cgroup`, the folder with the groups, and a file that each group has.
+/// controller of version 1. The fields of a hierarchy are the controllers in its line of
+/// `/proc/self/cgroup`, the folder with its groups, and the name of a file that each group has.
 const VERSIONS: [(&str, &str, &str); 2] =
     [("", "sys/fs/cgroup", "cgroup.controllers"), ("rdma", "sys/fs/cgroup/rdma", "cgroup.procs")];
 

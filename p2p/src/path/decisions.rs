@@ -29,7 +29,8 @@ struct Class {
     iface: IfaceKind,
     device: Option<DeviceId>,
     kind: AllocationKind,
-    /// The domain's policy. `disable_p2p` is no part of the key: a selector has one such setting.
+    /// The domain's policy. The setting `disable_p2p` is not in the key, because it is the same for
+    /// all registrations of a selector, and each selector has its own table.
     policy: P2pPolicy,
     /// The domain's list of direct paths, without duplicates; `None` for the NIC's own order.
     direct_paths: Option<[Option<DirectPath>; DirectPath::ALL.len()]>,
@@ -68,8 +69,9 @@ impl<'a> Key<'a> {
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) variant: PathVariant,
-    /// True if the NIC needs exports with the dma-buf mapping of `variant`. The NIC then does not
-    /// use exports that another NIC made with another mapping.
+    /// True if NVLink-C2C or Data Direct decides the dma-buf mapping for the NIC. Such a NIC uses
+    /// only exports with the mapping of `variant`, even if another NIC of the registration made
+    /// exports with another mapping.
     pub(super) own_mapping: bool,
     /// The decision that later registrations return, with [`Decision::from_cache`] set.
     pub(super) decision: Arc<Decision>,
@@ -88,8 +90,10 @@ struct RememberedPath {
     /// The stored decision. `None` before the first decision is stored, and after the path of the
     /// stored decision was refused.
     decided: Option<Decided>,
-    /// The number of registrations that succeeded over another path after a refusal. Refusals
-    /// because of the segments of a buffer do not count.
+    /// The number of registrations that succeeded over another path after the iface or the NIC had
+    /// refused one. A refusal that is known to concern only the buffer does not count
+    /// ([`PathRefusal::only_this_buffer`](super::variant::PathRefusal::only_this_buffer)). The
+    /// number determines when to probe ([`DecisionTable::count_refused`]).
     refused: u32,
 }
 
@@ -124,10 +128,10 @@ impl DecisionTable {
     }
 
     /// Counts a registration that succeeded after a refusal. Returns true if the caller must now
-    /// probe with an ordinary page: at the first, second, fourth and eighth count, and so on.
+    /// probe with an ordinary page: at the counts 1, 2, 4, 8 and so on.
     ///
-    /// An unusual buffer that is registered again and again thus costs few probes. The probes still
-    /// notice a device and NIC that no longer work together.
+    /// So an unusual buffer that is registered again and again costs few probes, and the probes
+    /// still detect a device and a NIC that no longer work together.
     pub(super) fn count_refused(&self, key: &Key<'_>) -> bool {
         self.change(key, |entry| {
             entry.refused = entry.refused.wrapping_add(1);

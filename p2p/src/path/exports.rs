@@ -66,9 +66,9 @@ impl Division {
     }
 }
 
-/// The exports of all ranges with one dma-buf mapping and one [`Division`]. The mapping is that of
-/// the export ([`DmaBufMapping::of_export`]), so that registrations with and without Data Direct
-/// use the same exports.
+/// The exports of all ranges with one dma-buf mapping and one [`Division`]. `mapping` is never
+/// [`DmaBufMapping::DataDirect`]: registrations with Data Direct use the exports with the PCIe
+/// mapping ([`DmaBufMapping::of_export`]).
 struct Set {
     mapping: DmaBufMapping,
     division: Division,
@@ -158,12 +158,12 @@ impl<'a> ExportSet<'a> {
         self.sets.iter().find(|set| set.mapping == mapping).map(|set| set.division.unit())
     }
 
-    /// Returns true if `division` exports more memory than the ranges. Returns false for a dma-buf
-    /// mapping that the iface does not have, and for whole allocations that contain bytes that are
-    /// not mapped or cannot be exported.
+    /// Returns true if `division` exports more memory than the ranges, and the iface can export
+    /// that memory. Returns false if the iface does not have the dma-buf mapping, or if a whole
+    /// allocation contains bytes that are not mapped or cannot be exported.
     ///
-    /// Fails if a query of physical segments fails. After a failed query for an allocation, later
-    /// calls return false.
+    /// Fails if a query of physical segments fails. If a query for the whole allocations failed,
+    /// later calls do not repeat the query and return false.
     pub(super) fn is_larger(
         &mut self,
         mapping: DmaBufMapping,

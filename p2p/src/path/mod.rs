@@ -297,14 +297,14 @@ impl DefaultPathSelector {
         self.decisions.insert(key, Decided::new(variant, own_mapping, decision));
     }
 
-    /// Stores a path for later registrations of other buffers. If no driver refused a path, this is
-    /// the path of the current registration.
+    /// Stores a path for later registrations of other buffers:
     ///
-    /// Stores nothing if the reach check of the path could not run.
-    ///
-    /// A refusal may concern only the registered buffer. If the physical segments of that buffer
-    /// are the known reason (`only_this_buffer`), stores nothing. Otherwise stores the result of a
-    /// probe, if [`DecisionTable::count_refused`] says that a probe is due.
+    /// - If the reach check of the path could not run, stores nothing.
+    /// - If no driver refused a path, stores the path of this registration, `variant`.
+    /// - If a refusal is known to concern only this buffer (`only_this_buffer`), stores nothing.
+    /// - After any other refusal, stores the result of a probe with an ordinary page, if
+    ///   [`DecisionTable::count_refused`] says that a probe is due. The refusal may concern only
+    ///   this buffer.
     fn learn(
         &self,
         search: &PathSearch<'_>,
@@ -350,15 +350,16 @@ fn key_of<'a>(search: &PathSearch<'a>) -> Key<'a> {
     Key::new(iface, device, search.kind, settings, search.attr())
 }
 
-/// Returns the decision of a registration over the remembered path of `decision`: `decision`
-/// itself, or a changed copy if this registration differs in one of the following:
+/// Returns the decision that a registration over the remembered path reports. This is the
+/// remembered `decision` itself, or a changed copy in these cases:
 ///
-/// - It has ranges of several segments. The copy has their layout.
-/// - It has other attempts: failed releases of exports, or refusals. The copy has these attempts.
-/// - It used another dma-buf mapping or unit of export. The copy names those.
+/// - The registration has ranges of several segments. The copy has their layout.
+/// - The registration has attempts of its own: failed releases of exports, or refusals. The copy
+///   has these attempts.
+/// - The registration used another dma-buf mapping or unit of export. The copy names those.
 ///
-/// A copy keeps the refusals in `decision` only if this registration used the same mapping, and no
-/// smaller unit of export.
+/// A copy contains the remembered refusals only if the registration used the remembered mapping,
+/// and no smaller unit of export than the remembered one.
 fn remembered_now(
     decision: &Arc<Decision>,
     variant: PathVariant,

@@ -31,7 +31,7 @@ pub(super) enum ProbeResult {
     NoDirect(Vec<Attempt>),
     /// The result says nothing about other buffers, for one of these reasons:
     ///
-    /// - The device is not active, or the driver does not tell.
+    /// - The process does not use the device, or the driver does not tell whether it does.
     /// - No page could be allocated.
     /// - The page is of another kind than the memory, and a direct path works for the page.
     /// - A refusal may be temporary.
@@ -114,8 +114,8 @@ impl<'a> Page<'a> {
         Ok(Self { search, iface, allocation, may_be_registered: false })
     }
 
-    /// Runs `body` with a search for the page, whose registration is that of the original search
-    /// as `changed` returns it.
+    /// Runs `body` with a path search for the page. The page is registered with the rights and
+    /// settings of the original search, unless `changed` replaces them.
     fn with_search<T>(
         &self,
         changed: impl FnOnce(Registration<'_>) -> Registration<'_>,

@@ -33,7 +33,7 @@ use super::{
 /// does not answer after about four seconds.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A device, a NIC and a direct path.
+/// The key of a stored result: a device, a NIC and a direct path.
 #[derive(Debug)]
 struct Place {
     iface: IfaceKind,
@@ -85,8 +85,8 @@ impl ReachTable {
 /// path `variant`.
 ///
 /// The page is plain device memory: reach depends on the device, and not on the kind of its memory.
-/// A device that the process does not use is not checked, like that of a
-/// [`probe`](mod@super::probe).
+/// A device that the process does not use is not checked, because the first allocation would make
+/// its driver create state that remains.
 pub(super) fn check_reach(search: &PathSearch<'_>, variant: PathVariant) -> Reach {
     let span =
         tracing::debug_span!("check_reach", iface = %search.iface_name(), nic = %search.attr().nic);
@@ -210,8 +210,9 @@ impl<'a> SelfLink<'a> {
         Err(Error::new(ErrorKind::Unreachable, "compare").context("first wrong byte", at))
     }
 
-    /// Transfers a page and waits for the end: writes the host page `page` to the bytes of `key`
-    /// from offset `at` if `write` is true, and otherwise reads them.
+    /// Transfers a page, and waits for the end of the transfer. If `write` is true, writes the host
+    /// page `page` to the bytes of `key` from offset `at`. Otherwise reads these bytes into the
+    /// host page.
     fn transfer(&self, page: u64, key: &RemoteKey, at: u64, write: bool) -> Result<()> {
         let remote = [key.slice(at, self.page)?];
         let operation = match write {

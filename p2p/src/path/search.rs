@@ -43,7 +43,7 @@ pub(super) enum Reach {
     Unchecked(Error),
 }
 
-/// The mark of a path whose refusal was recorded.
+/// The error of a path whose refusal is already recorded in [`PathSearch::attempts`].
 struct PathRefused;
 
 /// A search for a path: the memory, the NIC, and the attempts so far.
@@ -268,9 +268,9 @@ impl<'a> PathSearch<'a> {
         Err(PathRefusal { before: refused, ..last })
     }
 
-    /// Refuses a range for Data Direct that does not begin at a page. The kernel needs the address
-    /// by which peers name the first byte at a page boundary, with the same offset in its page as
-    /// the dma-buf's offset.
+    /// Refuses a range for Data Direct that does not begin at a page boundary. For Data Direct, the
+    /// kernel accepts only certain addresses by which peers name the first byte: the address must
+    /// be at a page boundary, and its offset in the page must equal that of the dma-buf's offset.
     fn check_data_direct(&self) -> Result<(), PathRefusal> {
         let page = rustix::param::page_size() as u64;
         let unaligned = |range: &&AddressRange| !range.start().0.is_multiple_of(page);
@@ -306,8 +306,8 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Returns the direct paths in the order that suits the NIC (HM-09). `existing` is the dma-buf
-    /// mapping with which the ranges are already exported.
+    /// Returns the direct paths in the order that suits the NIC. `existing` is the dma-buf mapping
+    /// with which the ranges are already exported.
     fn default_order(&self, existing: Option<DmaBufMapping>) -> Vec<DirectPath> {
         let first = self.attr().imports.pcie_mapping_first;
         let mut mappings = match self.c2c_order() {
@@ -329,8 +329,8 @@ impl<'a> PathSearch<'a> {
         mappings.into_iter().map(DirectPath::DmaBuf).chain([DirectPath::PeerMemory]).collect()
     }
 
-    /// Returns true if the NIC has a Data Direct function in the PCI domain of the device, which
-    /// then comes first. Returns false in these cases:
+    /// Returns true if the search must try Data Direct first, because the NIC has a Data Direct
+    /// function in the PCI domain of the device. Returns false in these cases:
     ///
     /// - The domain's list of direct paths decides the order, or the provider forbids the PCIe
     ///   mapping.
@@ -437,8 +437,9 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Checks that the NIC transfers bytes over the direct path `variant`, if the domain wants such
-    /// checks. Returns the attempt of a check that could not run. Fails after it has recorded a
-    /// failed check as the refusal of the path.
+    /// checks. If the check fails, records the refusal of the path and returns an error. If the
+    /// check cannot run, returns an attempt with the reason. The caller records this attempt if it
+    /// registers the memory over the path.
     fn check_reach(&mut self, variant: PathVariant) -> Result<Option<Attempt>, PathRefused> {
         if !self.registration.reach_check {
             return Ok(None);
@@ -622,8 +623,9 @@ impl<'a> PathSearch<'a> {
         }
     }
 
-    /// Corrects earlier refusals of the PCIe mapping after the driver refused the default mapping
-    /// too. Sets their causes to `causes`, those of the refused default mapping.
+    /// Corrects the causes of earlier refusals of the PCIe mapping, because the driver refused the
+    /// default mapping too. So the PCIe mapping is not the cause. The new causes are `causes`,
+    /// those of the refused default mapping.
     fn default_is_refused(&mut self, causes: &[ProbableCause]) {
         self.default_refused = true;
         for attempt in &mut self.attempts {
@@ -723,8 +725,8 @@ pub(super) fn lists(listed: &[DirectPath], path: Path) -> bool {
     listed.iter().any(|listed| PathVariant::from(*listed).path() == path)
 }
 
-/// Sets the step of refused exports in other units than `unit` to [`Step::ExportUnit`]. The export
-/// in `unit` worked, so the other units were refused only because of their size or place.
+/// Changes the step of refusals of other units than `unit` to [`Step::ExportUnit`]. The export in
+/// `unit` worked, so the exports in other units were refused only because of their size or place.
 fn note_other_units(refused: &mut [PathRefusal], unit: ExportUnit) {
     for refusal in refused.iter_mut().filter(|refusal| refusal.unit != Some(unit)) {
         if matches!(refusal.step, Step::Export | Step::Register) {

@@ -40,8 +40,8 @@ pub(super) struct ExportShape {
     pub(super) layout: Option<DmaBufLayout>,
 }
 
-/// Returns the words about the unit of export at the end of the description of a call. The words
-/// are empty if the unit is exactly the range.
+/// Returns text about the unit of export, to append to the description of a call. The text is empty
+/// if the unit is exactly the range.
 pub(super) const fn unit_note(unit: ExportUnit) -> &'static str {
     match unit {
         ExportUnit::Range => "",
@@ -119,8 +119,9 @@ pub(super) struct PathRefusal {
     /// The memory that was exported or was to be exported; `None` for a path without dma-bufs, and
     /// for a dma-buf of the application.
     pub(super) unit: Option<ExportUnit>,
-    /// True if the buffer's physical segments are the reason for the refusal, so that other buffers
-    /// may be accepted. The driver was not asked to export these segments.
+    /// True if the reason for the refusal is known to be the buffer: its physical segments, or its
+    /// start for Data Direct. Other buffers may be accepted. No driver was called with the refused
+    /// memory.
     pub(super) only_this_buffer: bool,
     /// Earlier refusals on this path, of other exports of the same memory.
     pub(super) before: Vec<PathRefusal>,

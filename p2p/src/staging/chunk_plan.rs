@@ -1,8 +1,8 @@
 //! Division of a message into chunks.
 
-/// The longest chunk of a long message is the message length divided by this number, unless the
-/// buffers are shorter. If the copy engine and the NIC are equally fast, each of them is idle for
-/// about as long as such a chunk takes.
+/// Divisor that gives the length of the longest chunk of a long message: the length of the message
+/// divided by this number, or the length of a buffer if that is smaller. If the copy engine and the
+/// NIC are equally fast, each of them is idle for about as long as that chunk takes.
 const CHUNKS: u64 = 16;
 /// Minimum length of a chunk in bytes, unless the buffers or the message are shorter. The last two
 /// chunks may be shorter too. Starting the copies of a shorter chunk takes more time than the

@@ -10,7 +10,8 @@
 //! Staging has no thread; the provider's progress calls drive it. The software NIC runs a transfer
 //! to its end when it executes the request. The verbs provider advances the transfers of an
 //! endpoint when a request is posted to the endpoint, and all transfers of the device when one of
-//! its completion queues is read. The libfabric provider advances those of a domain in its place.
+//! its completion queues is read. In the libfabric provider, a read of a completion queue advances
+//! all transfers of the domain.
 //!
 //! - [`StagedRange`], [`Pool`] and [`Pipeline`]: the copies, the buffers, and the order of chunks.
 //! - [`StagedRegion`] and [`Transfer`]: regions and requests of a NIC that reaches only the staging
@@ -18,11 +19,10 @@
 //!
 //! # Order
 //!
-//! A transfer needs no order from the NIC, with one exception. The bytes of RMA chunks have
-//! separate targets, each chunk is reported by itself, and a message is one chunk. The last chunk
-//! of a write with immediate data must not take effect before the other chunks. Verbs orders
-//! writes. A provider whose NIC may not order writes posts that chunk after the NIC has finished
-//! the others.
+//! Chunks need no order: the bytes of RMA chunks have separate targets, each chunk is reported by
+//! itself, and a message is one chunk. There is one exception. The last chunk of a write with
+//! immediate data must not take effect before the other chunks. Verbs orders writes. If the NIC may
+//! not order writes, the provider posts the last chunk after the NIC has finished the others.
 //!
 //! ```
 //! use std::sync::Arc;

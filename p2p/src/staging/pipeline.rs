@@ -25,7 +25,8 @@ use super::{
     range::StagedRange,
 };
 
-/// Maximum number of chunks in flight. The staging pool does not limit chunks that need no buffer.
+/// Maximum number of chunks in flight. It limits the chunks that need no buffer, since the staging
+/// pool does not limit these.
 const MOST: usize = 64;
 
 /// Consecutive bytes of a message that lie in one range of staged memory.
@@ -132,9 +133,9 @@ impl Chunk {
         }
     }
 
-    /// Starts the copies between the staging buffers and the chunk's bytes in `runs`. A chunk in
-    /// the stage [`Stage::Filling`] is copied from `runs` into the buffers, and later it is copied
-    /// from the buffers to `runs`. If `blocking` is true, each copy has ended when the function
+    /// Starts the copies between the staging buffers and `runs`, the staged memory of the chunk. In
+    /// the stage [`Stage::Filling`], copies from `runs` into the buffers. In later stages, copies
+    /// from the buffers into `runs`. If `blocking` is true, the copies have ended when the function
     /// returns.
     fn start_copies(
         &mut self,

@@ -136,9 +136,10 @@ impl Pool {
     /// the share of `purpose` allows `want` more. The buffers that earlier claims in the queue want
     /// count as taken.
     ///
-    /// An earlier claim that must wait because too little is left of the share of its purpose
-    /// reserves no free buffers. It holds back only claims for that purpose. `number` is the
-    /// claim's number in the queue; `None` before the claim joins the queue.
+    /// An earlier claim may have to wait because it exceeds what is left of the share of its
+    /// purpose. Such a claim reserves no free buffers, and only claims for the same purpose wait
+    /// behind it. `number` is the claim's number in the queue; `None` before the claim joins the
+    /// queue.
     fn is_turn(&self, state: &State, number: Option<u64>, want: usize, purpose: Use) -> bool {
         let (mut free, mut held) = (state.free.len(), state.held);
         for waiting in &state.waiting {

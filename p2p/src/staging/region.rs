@@ -14,10 +14,10 @@ use hmem_core::{
 
 use super::range::StagedRange;
 
-/// The memory of a staged region on a NIC that reaches only the staging buffers, in pieces.
+/// The staged pieces of memory of one region, for a NIC that reaches only the staging buffers.
 ///
-/// One-sided access runs no code on the target. So peers of such a NIC cannot access the region,
-/// which has no remote key.
+/// RMA by a peer runs no code on this side, so nothing would copy the bytes. The region therefore
+/// has no remote key, and peers cannot access it.
 #[derive(Debug)]
 pub struct StagedRegion {
     pieces: Vec<Arc<StagedRange>>,

@@ -148,8 +148,9 @@ impl LocalMemory {
 
 /// A request that names staged memory.
 ///
-/// The request is divided into work requests over staging buffers. A message is one work request,
-/// because the peer gets it in one receive, and needs all its buffers at once.
+/// The request is divided into work requests over staging buffers. A send or receive is a single
+/// work request, because one receive of the peer takes the whole message. So a message needs all
+/// its staging buffers at once.
 #[derive(Debug)]
 pub struct Transfer {
     pipeline: Pipeline<Arc<StagedRange>>,
@@ -241,9 +242,9 @@ impl Transfer {
         &mut self.pipeline
     }
 
-    /// Sets the purpose of buffers by the requests before this one. `behind_message` is true if one
-    /// of them waits for the peer's receive: RMA behind it waits too, and then uses the share of
-    /// messages.
+    /// Sets the share of staging buffers that the transfer uses from now on. `behind_message` is
+    /// true if an earlier request waits for the peer's receive. RMA behind such a request waits
+    /// too, so it uses the share of sends. Does nothing if the transfer is a message.
     pub fn set_behind_message(&mut self, behind_message: bool) {
         if !is_message(&self.operation) {
             self.pipeline.set_purpose(if behind_message { Use::Send } else { Use::Rma });

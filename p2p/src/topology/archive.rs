@@ -12,9 +12,9 @@ use tar::{EntryType, Header};
 
 use super::source::{LARGEST_FILE, SourceEntry};
 
-/// Decompresses a gzip file. Returns the first `limit` bytes if there are more. Never returns
-/// `None`: only the function that replaces this one in builds without the feature `recordings`
-/// does.
+/// Decompresses a gzip file. Returns the first `limit` bytes if there are more. The result is never
+/// `None`: builds without the feature `recordings` replace this function by one that returns
+/// `None`.
 pub(super) fn gunzip(packed: &[u8], limit: u64) -> Option<io::Result<Vec<u8>>> {
     let mut bytes = Vec::new();
     Some(GzDecoder::new(packed).take(limit).read_to_end(&mut bytes).map(|_| bytes))

@@ -218,9 +218,10 @@ impl Topology {
         self.device(id).map(|device| device.port)
     }
 
-    /// Returns the redirection of a path. Only downstream ports of switches below the lowest bridge
-    /// that is above both functions matter, since such ports can send a request up to the root
-    /// complex. Traffic through the root complex is never redirected (see `drivers/pci/p2pdma.c`).
+    /// Returns the redirection of a path. Only downstream ports of switches can redirect a request
+    /// up to the root complex. Of these, only the ports below the lowest common bridge of the two
+    /// functions matter. Traffic that passes the root complex anyway is never redirected (see
+    /// `drivers/pci/p2pdma.c`).
     fn redirection(&self, distance: Distance, up: &[BusId], down: &[BusId]) -> Redirection {
         if !matches!(distance, Distance::Pix | Distance::Pxb) {
             return Redirection::None;

@@ -133,11 +133,15 @@ impl Topology {
     /// CPUs. The distance of a NIC is unknown if the NIC has no PCI address or is not in the tree.
     /// Such NICs come last.
     ///
-    /// For device memory, equally near NICs are ordered by the number of other accelerators for
-    /// which each NIC is the only nearest one, smallest number first. NICs with equal numbers have
-    /// the order of `nics`, rotated so that devices that share several NICs begin with different
-    /// ones. The rotation is the device's index among the accelerators to which exactly the same
-    /// NICs are equally near. For host memory the order of `nics` decides. Equal arguments give
+    /// NICs that are equally near to a device have this order:
+    ///
+    /// 1. A NIC may be the only nearest NIC of other accelerators. NICs with fewer such
+    ///    accelerators come first.
+    /// 2. NICs with equally many have the order of `nics`, rotated so that devices that share
+    ///    several NICs begin with different ones. The rotation is the device's index among the
+    ///    accelerators to which exactly the same NICs are equally near.
+    ///
+    /// For host memory, the order of `nics` decides between equally near NICs. Equal arguments give
     /// equal choices in every process.
     ///
     /// # Errors

@@ -25,8 +25,8 @@ pub struct NumaNode {
 }
 
 impl NumaNode {
-    /// Returns true if the node has memory and no CPUs. The kernel uses memory of a GPU with
-    /// NVLink-C2C or of a CXL device as host memory in this way.
+    /// Returns true if the node has memory and no CPUs. Such a node is memory of a GPU with
+    /// NVLink-C2C, or of a CXL device, that the kernel uses as host memory.
     #[must_use]
     pub fn is_memory_only(&self) -> bool {
         self.cpus.is_empty() && self.memory == Some(true)

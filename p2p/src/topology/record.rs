@@ -34,8 +34,8 @@ impl Topology {
     /// Writes the topology as a tar.gz that [`Topology::open`] reads.
     ///
     /// The recording holds no serial numbers, no network or memory addresses and no host name. A
-    /// host name of one or two letters, and `localhost`, are not removed from other names. Equal
-    /// topologies give equal bytes.
+    /// host name of one or two letters, and `localhost`, are not removed, since they occur in other
+    /// words. Equal topologies give equal bytes.
     ///
     /// # Errors
     /// - `Unsupported`: the cargo feature `recordings` is off.
