@@ -1,9 +1,9 @@
 //! Patches functions of loaded libraries, and notifies caches when these functions free memory.
 //!
 //! The monitors of several ifaces share this crate. The host monitor patches the C library's
-//! `munmap`, and the CUDA monitor patches a driver's free function, both by the same rules. Their
-//! hooks notify [`Invalidator`](hmem_core::monitor::Invalidator)s from a [`SubscriberTable`]. Only
-//! the monitors know which memory a function frees, and when.
+//! `munmap`, and the CUDA monitor patches a driver's free function, both by the same rules. The
+//! hooks of both monitors notify [`Invalidator`](hmem_core::monitor::Invalidator)s from a
+//! [`SubscriberTable`]. Only the monitors know which memory a function frees, and when.
 //!
 //! | file | content |
 //! |---|---|
@@ -30,8 +30,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! The crate contains no hooks, which the monitors define. It decides nothing about caching, and
-//! patches nothing until a monitor starts.
+//! The crate contains no hooks, which the monitors define. The crate decides nothing about caching,
+//! and patches nothing until a monitor starts.
 
 #![deny(unsafe_code)]
 

@@ -37,7 +37,7 @@ pub struct PatchTarget {
     /// The number of the system call that the function makes, or `None` if it makes none or the
     /// number is not known.
     pub call: Option<i64>,
-    /// The variable with the address by which the hook calls the original function.
+    /// The variable that holds the address by which the hook calls the original function.
     /// [`Patches::plan`] stores the address before any patch leads to the hook.
     pub original: &'static AtomicUsize,
 }
@@ -70,7 +70,7 @@ impl Patches {
     /// # Safety
     /// - Each entry must be the address of a function of a library that stays loaded.
     /// - Each hook must have the function's signature and calling convention. To find the original
-    ///   function, it must read `original` at each call.
+    ///   function, the hook must read `original` at each call.
     /// - All hooks must belong to one library, or to the program.
     /// - Each `original` must be used by only one target of one successful plan.
     pub unsafe fn plan(monitor: MonitorName, targets: &[PatchTarget]) -> Result<Self> {
@@ -208,8 +208,8 @@ impl Patches {
 }
 
 impl Site {
-    /// Decodes the entry of a function, and writes its trampoline into slot number `slot` of
-    /// `trampolines`.
+    /// Decodes the entry of a function, and writes the function's trampoline into slot number
+    /// `slot` of `trampolines`.
     ///
     /// # Safety
     /// The target must meet the conditions of [`Patches::plan`].

@@ -23,9 +23,11 @@ use crate::{HasTable, MonitorName, Patches, Subscribers, clamped};
 pub(crate) struct Process<T: Wipeable> {
     /// The subscribers that the hooks notify in this process.
     pub(crate) subscribers: Subscribers<T>,
-    /// The number of monitors that use the patches.
+    /// The number of monitors that use the patches. A thread holds this lock while it plans,
+    /// applies or undoes the patches.
     users: Mutex<usize>,
-    /// True if the last check found that another library had overwritten a patch.
+    /// True if the last check found that another library had overwritten a patch. Only the first
+    /// such check invalidates all memory.
     overwritten: AtomicBool,
 }
 

@@ -20,9 +20,9 @@
 //!   writer has switched. The writer waits for this reader after the second switch.
 //! - New readers count on the new side, so that a continuous stream of readers cannot block a
 //!   writer forever.
-//! - A reader that increments a counter after the writer saw zero in it reads the slots after the
-//!   writer changed them. The reader's increment, its loads of the slots, the writer's changes and
-//!   the writer's loads of the counters are all sequentially consistent.
+//! - A reader may increment a counter after the writer saw zero in this counter. Then the reader
+//!   reads the slots after the writer changed them. The reader's increment, its loads of the slots,
+//!   the writer's changes and the writer's loads of the counters are all sequentially consistent.
 //!
 //! The counters are spread over cache lines by stack address, so that threads rarely share a line.
 //! Each line has an exclusive counter, which one reader at a time uses. That reader begins with one
@@ -258,7 +258,7 @@ impl SlotSubscription {
 
 /// The invalidators that one set of hooks notifies, with their subscriptions.
 ///
-/// Adding and removing subscriptions takes a lock. Hooks and forked children never take it.
+/// Adding and removing subscriptions takes a lock. Hooks and forked children never take this lock.
 pub struct Subscribers<T: Wipeable> {
     monitor: MonitorName,
     issuer: TokenIssuer,

@@ -45,8 +45,8 @@ struct PrimaryContext {
     kept: bool,
 }
 
-/// Keeps a device's primary context retained. Dropping the guard releases the context, unless
-/// another call uses the context, or memory or a stream remains in it.
+/// Keeps a device's primary context retained. Dropping the guard releases the context, with two
+/// exceptions: another call uses the context, or memory or a stream remains in the context.
 #[derive(Debug)]
 struct PrimaryContextGuard<'a> {
     contexts: &'a PrimaryContexts,
@@ -103,8 +103,8 @@ impl<'a> WorkContext<'a> {
         self.guard.as_ref().map(|guard| guard.device)
     }
 
-    /// Keeps a primary context retained until the iface closes, for memory or a stream that remains
-    /// in it. Does nothing for a context of the application.
+    /// Keeps a primary context retained until the iface closes, because memory or a stream remains
+    /// in the context. Does nothing for a context of the application.
     pub(crate) fn keep(&self) {
         if let Some(guard) = &self.guard
             && let Some(primary) = &mut *guard.contexts.lock(guard.device)
@@ -414,8 +414,8 @@ impl PrimaryContexts {
     /// remove the context from [`PrimaryContexts::retained`].
     ///
     /// If the iface has no memory on the device, the hooks notify no subscriber of this release,
-    /// since it frees no registered memory. Other code with memory in the context has retained the
-    /// context too, and the hooks notify the subscribers when that code releases it.
+    /// since the release frees no registered memory. Other code with memory in the context has
+    /// retained the context too, and the hooks notify the subscribers when that code releases it.
     fn drop_reference(&self, device: DeviceId) -> Result<()> {
         const CALL: &str = "cuDevicePrimaryCtxRelease_v2";
         let handle = self.driver.device(CALL, device)?.handle;

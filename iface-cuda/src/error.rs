@@ -5,7 +5,7 @@ use hmem_iface_kit::IfaceErrors;
 
 use crate::sys::CuResult;
 
-/// Makes the errors of the CUDA iface.
+/// Maker of the errors of the CUDA iface.
 pub(crate) const CUDA: IfaceErrors = IfaceErrors(IfaceKind::CUDA);
 
 /// Returns the error for an optional symbol that the loaded library does not have.

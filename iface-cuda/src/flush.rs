@@ -1,4 +1,4 @@
-//! Flush of inbound writes: makes them visible to work that a device starts next.
+//! Flush of inbound writes: makes the writes of NICs visible to work that a device starts next.
 //!
 //! `cuFlushGPUDirectRDMAWrites` blocks until the writes are visible "to the target context"
 //! (`cuda.h`), which is always the current context. So this module calls the function in each

@@ -1,9 +1,9 @@
 //! Access of the CPU to device memory through GDRCopy (`libgdrapi.so.2`).
 //!
 //! A few bytes reach the device sooner through a mapping of its PCIe BAR than through a copy
-//! engine. The library is loaded at run time. If it is absent, the error names it. The kernel
-//! module can pin two kinds of memory: memory of `cuMemAlloc`, and VMM memory that was created
-//! GPUDirect RDMA capable.
+//! engine. The library is loaded at run time. If the library is absent, the error names the
+//! library. The kernel module can pin two kinds of memory: memory of `cuMemAlloc`, and VMM memory
+//! that was created GPUDirect RDMA capable.
 //!
 //! ```
 //! use hmem_core::ErrorKind;
@@ -112,7 +112,8 @@ impl Gdrcopy {
     /// Name by which the dynamic loader finds the GDRCopy library.
     pub const LIBRARY: &str = GdrFunctions::LIBRARY;
 
-    /// Loads the library that the dynamic loader finds, and opens its kernel module.
+    /// Loads the GDRCopy library that the dynamic loader finds, and opens the kernel module of
+    /// GDRCopy.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the library, a symbol or the kernel module is absent. The
@@ -126,10 +127,9 @@ impl Gdrcopy {
     /// # Errors
     /// The errors of [`Gdrcopy::open`].
     ///
-    /// # Safety
-    /// The file must be the library of GDRCopy or a replacement of it, such as a fake for tests: it
-    /// is sound to load in this process, and its functions have the signatures and the behaviour
-    /// that `gdrapi.h` declares.
+    /// # Safety The file must be the library of GDRCopy or a replacement of it, such as a fake for
+    /// tests. The file must be sound to load in this process, and its functions must have the
+    /// signatures and the behaviour that `gdrapi.h` declares.
     ///
     /// # Examples
     /// Safe code cannot load another library:

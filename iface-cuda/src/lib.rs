@@ -3,9 +3,9 @@
 //! [`Cuda`] is the [`Iface`](hmem_core::Iface) over the driver library, `libcuda.so.1`, which is
 //! loaded at run time: building needs no SDK, and a machine without the driver gets an error of
 //! kind [`Unavailable`](hmem_core::ErrorKind::Unavailable) that names the library. `libcuda.so` is
-//! loaded only if the application names it: on a machine with the toolkit it may be a stub. The
-//! crate finds the abilities of a driver or device by symbols, attributes and attempted calls. It
-//! compares no version numbers.
+//! loaded only if the application names this file, which may be a stub on a machine with the
+//! toolkit. The crate finds the abilities of a driver or device by symbols, attributes and
+//! attempted calls. The crate compares no version numbers.
 //!
 //! ```
 //! use hmem_core::Iface;

@@ -73,8 +73,8 @@ impl FoundAllocation {
 /// `cuda.h` does not say this of memory that the application page-locks, since page-locking is not
 /// an allocation. The cache assumes that such memory never gets the identity of an earlier
 /// allocation. Otherwise the iface would take the application's pages for an allocation of CUDA,
-/// and a hit could not detect that they were unmapped. Reuse of the identity of earlier page-locked
-/// memory is harmless, since the kind is the same.
+/// and a hit could not detect that the pages were unmapped. Reuse of the identity of earlier
+/// page-locked memory is harmless, since the kind is the same.
 ///
 /// Each identity has one slot. A later identity with the same slot replaces an earlier one. A slot
 /// is one word, so a reader never sees a part of an entry.

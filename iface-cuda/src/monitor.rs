@@ -57,9 +57,9 @@ pub enum CudaMonitorKind {
     /// Relies on the hooks alone, so that a hit costs no driver call. If the functions cannot be
     /// hooked, the monitor does not start. Suits applications that free only through the driver's
     /// exported functions: a free that [`FreeHooks`] does not see leaves a stale registration. The
-    /// identity of stream-ordered memory is queried nevertheless, since its free takes effect
-    /// later, when its stream reaches the free. The monitor retains no handles of VMM memory, so
-    /// the application's release frees the memory at once.
+    /// identity of stream-ordered memory is queried nevertheless, since the driver frees such
+    /// memory later, when the stream reaches the free. The monitor retains no handles of VMM
+    /// memory, so the application's release frees the memory at once.
     Hooks,
     /// Queries the driver for the identity at each hit, which detects every free. Patches no code.
     ///
@@ -220,8 +220,8 @@ impl CudaMonitor {
         }
     }
 
-    /// Ends the subscriptions of a watch, and releases the handles of its memory. A hit that is
-    /// comparing the memory keeps the handles until its end.
+    /// Ends the subscriptions of a watch, and releases the handles of its memory. A hit that
+    /// compares the memory at this moment keeps the handles until the comparison ends.
     fn end(&self, watch: Watch) {
         if let (Some(hooks), Some(hooked)) = (&self.hooks, watch.hooked) {
             hooks.unsubscribe(hooked);

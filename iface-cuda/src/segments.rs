@@ -39,8 +39,8 @@ pub(crate) struct Segments {
 impl SegmentMap for Segments {
     /// Returns the segments of a range.
     ///
-    /// - VMM memory: each mapping is a segment. It is exportable if its physical memory was created
-    ///   GPUDirect RDMA capable.
+    /// - VMM memory: each mapping is a segment. The segment is exportable if its physical memory
+    ///   was created GPUDirect RDMA capable.
     /// - Other device memory: one exportable segment. Only an export shows whether the driver
     ///   refuses it.
     /// - Memory that the CPU can access: one segment that is not exportable.

@@ -22,8 +22,9 @@ pub trait DeviceCopy: fmt::Debug + Send {
     fn finish(self) -> Result<()>;
 }
 
-/// The event of a [`DeviceCopy`]. Finishes the copy once the caller observes its end. Dropping the
-/// event waits for the end of the copy, so that the caller can free the memory afterwards.
+/// The event of a [`DeviceCopy`]. Finishes the copy once the caller has observed the end of the
+/// copy. Dropping the event waits for the end of the copy, so that the caller can free the memory
+/// afterwards.
 #[derive(Debug)]
 pub struct InFlight<C: DeviceCopy> {
     /// The copy, or `None` once it is finished.

@@ -55,8 +55,8 @@
 //!
 //! # Things this crate does not do
 //!
-//! It calls no driver, and knows no vendor. Drivers that look up allocations by address differ in
-//! the lookup and in exports, so the crate of each vendor has its own code for these two.
+//! The crate calls no driver, and knows no vendor. Drivers that look up allocations by address
+//! differ in the lookup and in exports, so the crate of each vendor has its own code for these two.
 
 #![deny(unsafe_code)]
 

@@ -5,7 +5,7 @@ use hmem_iface_kit::IfaceErrors;
 
 use crate::sys::HsaStatus;
 
-/// Makes the errors of the ROCr iface.
+/// Maker of the errors of the ROCr iface.
 pub(crate) const ROCR: IfaceErrors = IfaceErrors(IfaceKind::ROCR);
 
 /// Converts a code of the runtime to an error, or to Ok for success.

@@ -5,7 +5,7 @@ use hmem_iface_kit::IfaceErrors;
 
 use crate::sys::ZeResult;
 
-/// Makes the errors of the Level Zero iface.
+/// Maker of the errors of the Level Zero iface.
 pub(crate) const ZE: IfaceErrors = IfaceErrors(IfaceKind::ZE);
 
 /// Converts a code of the driver to an error, or to Ok for success.

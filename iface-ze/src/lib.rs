@@ -41,11 +41,11 @@
 //! - `zeMemAllocDevice`: a dma-buf. The iface allocates such memory with
 //!   `ze_external_memory_export_desc_t`. Memory that the application allocated without that
 //!   description is exported if the driver supports the export. Small allocations without that
-//!   description may come from a pool of the driver. They are neither exported nor cached: no call
-//!   returns their place in the pool, and all have the identity of the pool.
+//!   description may come from a pool of the driver. Such allocations are neither exported nor
+//!   cached: no call returns their place in the pool, and their identity is that of the pool.
 //! - `zeMemAllocHost`: host pages.
-//! - `zeMemAllocShared`: host pages. It migrates between host and device, and is never registered
-//!   as device memory.
+//! - `zeMemAllocShared`: host pages. Shared memory migrates between host and device, and is never
+//!   registered as device memory.
 //!
 //! # Contexts
 //!
@@ -55,8 +55,8 @@
 //!
 //! # Limits of this crate
 //!
-//! - It is tested on Intel's driver with a simulated GPU, which copies by the CPU and exports
-//!   nothing. Exports are tested over a fake driver. It has not run on a GPU.
+//! - The crate is tested on Intel's driver with a simulated GPU, which copies by the CPU and
+//!   exports nothing. Exports are tested over a fake driver. The crate has not run on a GPU.
 //! - Level Zero has no call that flushes the writes of NICs. Inbound writes count as visible to
 //!   work that starts after their completion.
 //! - Copies of memory that the application allocated in its own context rely on Intel's driver: the

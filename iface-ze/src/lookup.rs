@@ -41,8 +41,8 @@ pub(crate) struct DriverMemory {
     pooled: bool,
     /// Index of the memory's driver in [`Driver::contexts`].
     pub(crate) driver: usize,
-    /// The dma-buf to which IPC handles refer. It exists from the first export of a handle until
-    /// the memory is freed.
+    /// The dma-buf to which IPC handles refer. `None` until the first handle is exported. Released
+    /// when the memory is freed.
     pub(crate) shared: Option<Arc<OwnedFd>>,
 }
 
@@ -162,9 +162,9 @@ impl Lookup {
         }))
     }
 
-    /// Returns true if the driver took a range from a pool. The bytes before or after the range
-    /// then have the number `id` too. Intel's driver uses pools for small allocations that were not
-    /// requested to be exportable.
+    /// Returns true if the driver took a range from a pool: the byte before or after the range has
+    /// the number `id` too. Intel's driver uses pools for small allocations that were not requested
+    /// to be exportable.
     fn is_pooled(&self, context: ContextHandle, range: AddressRange, id: u64) -> Result<bool> {
         for next in [range.start().0.checked_add(range.len()), range.start().0.checked_sub(1)] {
             let Some(next) = next.filter(|next| *next != 0) else { continue };

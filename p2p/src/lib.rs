@@ -15,7 +15,7 @@
 //! # Limits
 //!
 //! The crate knows no vendor's memory API and no NIC; it calls both through the traits of
-//! `hmem_core`. It never picks a provider. Each refused path is recorded in the region's
+//! `hmem_core`. The crate never picks a provider. Each refused path is recorded in the region's
 //! [`Decision`](hmem_core::Decision).
 
 #![deny(unsafe_code)]

@@ -39,9 +39,9 @@ enum KnownInstruction {
     /// An instruction that may run twice: before the hook, and again in the trampoline's copy. The
     /// instruction does not change the value of an argument.
     Copied,
-    /// A branch that the function takes only to refuse its arguments. It precedes the patch point.
-    /// A call that takes the branch fails without the system call, and never reaches the hook. So
-    /// the trampoline's copy of the instructions omits the branch.
+    /// A branch that the function takes only to refuse its arguments. The branch precedes the patch
+    /// point. A call that takes the branch fails without the system call, and never reaches the
+    /// hook. So the trampoline's copy of the instructions omits the branch.
     Branch,
     MovX8(i64),
 }

@@ -56,7 +56,7 @@ const JUMP_LEN: usize = 5;
 /// Length of `cmpl $imm32,disp32(%rip)`: a 2-byte opcode, the displacement and the constant.
 const COMPARE_LEN: usize = 10;
 
-/// An instruction that the decoder recognises. A trampoline may contain a copy of it.
+/// An instruction that the decoder recognises. A trampoline may contain a copy of the instruction.
 struct KnownInstruction {
     len: usize,
     /// Code that reverses the effect of this instruction. The trampoline runs the code before the
@@ -257,8 +257,8 @@ impl Patch {
 }
 
 /// Replaces the 16 bytes at `at` by `to` with one `cmpxchg16b`. Returns false if the bytes do not
-/// equal `from`. The intrinsic of `core::arch` is not used, because it needs libatomic where it is
-/// not inlined.
+/// equal `from`. The intrinsic of `core::arch` is not used, because a program needs libatomic if
+/// the compiler does not inline the intrinsic.
 ///
 /// # Safety
 /// `at` must be aligned to 16 bytes and writable, and the processor must have `cmpxchg16b`.

@@ -109,8 +109,8 @@ unsafe extern "C" fn hook<const FUNCTION: usize>(
     unsafe { hooked(const { Function::ALL[FUNCTION] }, [a, b, c, d, e, f]) }
 }
 
-/// Calls the patched function at `entry` as a probe: its hook counts the call and does not pass it
-/// on. Returns true if the call reached the hook.
+/// Calls the patched function at `entry` as a probe: the hook counts the call, and does not call
+/// the original function. Returns true if the call reached the hook.
 ///
 /// # Safety
 /// The patch of the entry must be in place.

@@ -33,8 +33,8 @@
 //! - `cuMemHostUnregister` ends the page-locking of memory that is never cached with this iface's
 //!   monitor.
 //! - `cuMemPoolTrimTo` and `cuMemPoolDestroy` free nothing that was not freed before.
-//!   Stream-ordered memory is always monitored by its identity, since it is freed when its stream
-//!   reaches the free.
+//!   Stream-ordered memory is always monitored by its identity, since the driver frees the memory
+//!   later, when the stream reaches the free.
 //!
 //! The hooks do not see:
 //!
@@ -72,7 +72,7 @@ const NAME: MonitorName = MonitorName {
 /// Hooks of the driver's frees.
 ///
 /// All values of this type in a process share the patches. The first value patches the functions,
-/// and dropping the last value restores them.
+/// and dropping the last value restores the functions.
 #[derive(Debug)]
 pub struct FreeHooks {
     hooks: Hooks<CudaHookState>,

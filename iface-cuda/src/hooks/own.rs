@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicI32, Ordering};
 
 /// Ids of the threads that are in a call of [`without_notifying`]; 0 marks a free element. If no
-/// element is free for a thread, the hooks notify of its call too, which invalidates more entries
-/// than necessary.
+/// element is free for a thread, the hooks notify subscribers of the thread's call too. The
+/// notification invalidates more cache entries than necessary.
 static CALLERS: [AtomicI32; 16] = [const { AtomicI32::new(0) }; 16];
 
 /// Runs a driver call of this crate that frees no registered memory. Hooks that the call reaches

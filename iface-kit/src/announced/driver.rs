@@ -64,8 +64,8 @@ pub struct DmaBuf {
 /// - [`allocate`](Self::allocate) returns memory of at least the requested length, which nothing
 ///   else uses until [`free`](Self::free) succeeds.
 /// - [`write`](Self::write) and [`read`](Self::read) access only the bytes of the [`BlockRange`]
-///   and as many bytes of host memory. Any number of threads may call them at once. The copy has
-///   ended when they return.
+///   and as many bytes of host memory. Any number of threads may call these methods at once. The
+///   copy has ended when the method returns.
 /// - [`export`](Self::export) returns a dma-buf in which the bytes of `pages` begin at
 ///   [`DmaBuf::offset`].
 pub unsafe trait Driver: fmt::Debug + Send + Sync + 'static {

@@ -33,8 +33,8 @@ const BOUNCE: u64 = 1 << 20;
 /// A forked child cannot use its parent's iface: operations return
 /// [`BadState`](ErrorKind::BadState), and dropping the iface makes no driver call.
 pub struct Announced<D: Driver> {
-    /// The driver. A forked child does not drop the driver, since the parent still uses its
-    /// handles.
+    /// The driver. A forked child does not drop the driver, since the parent still uses the
+    /// driver's handles.
     driver: ManuallyDrop<D>,
     table: Arc<Table<D::Handle>>,
     /// Memory that the application freed while a NIC or a process still used one of its dma-bufs.
@@ -77,8 +77,8 @@ impl<D: Driver> Announced<D> {
     ///   allocation that begins at the start of `range`.
     /// - The memory must stay allocated until it was withdrawn ([`withdraw`](Self::withdraw)) and
     ///   every region, dma-buf and copy of it has ended. The drivers of Neuron and Gaudi free
-    ///   memory even while a NIC has it registered: a region that outlives its memory reaches the
-    ///   next allocation at the address.
+    ///   memory even while the memory is registered with a NIC: a region that outlives its memory
+    ///   reaches the next allocation at the address.
     ///
     /// # Errors
     /// - ZeroLength for an empty range.

@@ -61,9 +61,9 @@
 //! # Limits
 //!
 //! The iface does not detect a free that bypasses it: the application must withdraw announced
-//! memory before the free. It has no asynchronous copies, page-locking of host memory, physical
-//! segments, IPC or peer memory. It refuses to flush inbound writes if the driver has no call for
-//! the flush.
+//! memory before the free. The iface has no asynchronous copies, page-locking of host memory,
+//! physical segments, IPC or peer memory. The iface refuses to flush inbound writes if the driver
+//! has no call for the flush.
 
 mod driver;
 mod exports;

@@ -129,8 +129,8 @@ fn nodes(all: &BTreeSet<String>, step: Step) -> Option<String> {
 }
 
 /// Returns the probable causes of a refusal, out of the causes of an iface and the general causes.
-/// The most probable cause comes first. `facts` reads many files, so it is called only if a cause
-/// that may fit depends on the machine.
+/// The most probable cause comes first. `facts` reads many files, so this function calls `facts`
+/// only if a cause that may fit depends on the machine.
 pub(super) fn causes_of(
     of_iface: &[RefusalCause],
     context: &RefusalContext<'_>,

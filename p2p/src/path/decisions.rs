@@ -92,8 +92,8 @@ struct RememberedPath {
     decided: Option<Decided>,
     /// The number of registrations that succeeded over another path after the iface or the NIC had
     /// refused one. A refusal that is known to concern only the buffer does not count
-    /// ([`PathRefusal::only_this_buffer`](super::variant::PathRefusal::only_this_buffer)). The
-    /// number determines when to probe ([`DecisionTable::count_refused`]).
+    /// (`PathRefusal::only_this_buffer`). The number determines when to probe
+    /// ([`DecisionTable::count_refused`]).
     refused: u32,
 }
 

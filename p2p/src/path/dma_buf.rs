@@ -3,8 +3,8 @@
 //! No other path can replace such a dma-buf. While direct access to device memory is disabled, the
 //! selector registers a dma-buf only if it is host memory. A request declares a dma-buf as host
 //! memory by naming the system iface, or by the flag HMEM_HOST_ALLOC. If a request has neither the
-//! flag nor an iface, the selector asks the kernel for the exporter. It refuses exporters that are
-//! not in [`HOST_EXPORTERS`], because most exporters are drivers of devices.
+//! flag nor an iface, the selector asks the kernel for the exporter. The selector refuses exporters
+//! that are not in [`HOST_EXPORTERS`], because most exporters are drivers of devices.
 
 #![allow(unsafe_code, reason = "registers a dma-buf at an address of the caller")]
 

@@ -65,11 +65,14 @@ pub(super) struct PathSearch<'a> {
     /// the search.
     pub(super) attempts: Vec<Attempt>,
     /// The error kind of the last refusal by the iface or the NIC; `None` before the first refusal.
+    /// If no path works, the error of the search has this kind.
     refused_with: Option<ErrorKind>,
-    /// True if the iface or the NIC refused a path. A path that the NIC does not list among its
-    /// imports does not count.
+    /// True if the iface or the NIC refused a path. Then the path of this search is not stored for
+    /// other buffers without a probe. A path that the NIC does not list among its imports does not
+    /// count as refused.
     pub(super) refused_by_driver: bool,
-    /// True if a refusal may be temporary, so that a retry may succeed.
+    /// True if a refusal may be temporary. A probe must then not conclude that no direct path
+    /// works.
     pub(super) may_be_temporary: bool,
     /// True if the reach check of the chosen path could not run, so that the next registration must
     /// repeat it.
@@ -83,7 +86,8 @@ pub(super) struct PathSearch<'a> {
     pub(super) first_unit: ExportUnit,
     /// The exports of the chosen path.
     pub(super) shape: ExportShape,
-    /// True if other exports of the memory were refused before those of the chosen path.
+    /// True if other exports of the memory were refused before those of the chosen path. The unit
+    /// of the chosen path may then replace the remembered unit.
     pub(super) exports_refused: bool,
     /// The order of dma-buf mappings that suits NVLink-C2C ([`PathSearch::c2c_order`]); unset
     /// before the first use.

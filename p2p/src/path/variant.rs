@@ -120,8 +120,8 @@ pub(super) struct PathRefusal {
     /// for a dma-buf of the application.
     pub(super) unit: Option<ExportUnit>,
     /// True if the reason for the refusal is known to be the buffer: its physical segments, or its
-    /// start for Data Direct. Other buffers may be accepted. No driver was called with the refused
-    /// memory.
+    /// start for Data Direct. Other buffers may be accepted. No driver was asked to export or
+    /// register the memory.
     pub(super) only_this_buffer: bool,
     /// Earlier refusals on this path, of other exports of the same memory.
     pub(super) before: Vec<PathRefusal>,

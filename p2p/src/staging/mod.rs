@@ -7,11 +7,11 @@
 //! copies are asynchronous, so that the copy engine works on some chunks while the NIC transfers
 //! others.
 //!
-//! Staging has no thread; the provider's progress calls drive it. The software NIC runs a transfer
-//! to its end when it executes the request. The verbs provider advances the transfers of an
-//! endpoint when a request is posted to the endpoint, and all transfers of the device when one of
-//! its completion queues is read. In the libfabric provider, a read of a completion queue advances
-//! all transfers of the domain.
+//! Staging has no thread: the provider advances the transfers in its own calls. The software NIC
+//! runs a transfer to its end when it executes the request. The verbs provider advances the
+//! transfers of an endpoint when a request is posted to the endpoint, and all transfers of the
+//! device when one of its completion queues is read. In the libfabric provider, a read of a
+//! completion queue advances all transfers of the domain.
 //!
 //! - [`StagedRange`], [`Pool`] and [`Pipeline`]: the copies, the buffers, and the order of chunks.
 //! - [`StagedRegion`] and [`Transfer`]: regions and requests of a NIC that reaches only the staging

@@ -25,8 +25,8 @@ use super::{
     range::StagedRange,
 };
 
-/// Maximum number of chunks in flight. It limits the chunks that need no buffer, since the staging
-/// pool does not limit these.
+/// Maximum number of chunks in flight. The limit matters for chunks that need no buffer, since the
+/// staging pool limits only chunks with buffers.
 const MOST: usize = 64;
 
 /// Consecutive bytes of a message that lie in one range of staged memory.

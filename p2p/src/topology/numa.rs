@@ -19,7 +19,7 @@ pub struct NumaNode {
     pub cpus: String,
     /// True if the node has memory; `None` if the kernel does not report it.
     pub memory: Option<bool>,
-    /// Distances to all nodes, in the order of their numbers and in the kernel's unit (10 is the
+    /// Distances to all nodes, in the order of their numbers and in the kernel's unit (10 for the
     /// node itself). Empty if the kernel does not report them.
     pub distances: Vec<u32>,
 }
