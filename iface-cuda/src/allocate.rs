@@ -272,8 +272,8 @@ impl DeviceAllocator {
     }
 }
 
-/// Returns a function for virtual memory management, or an error that names it. Older drivers lack
-/// these functions.
+/// Returns `function`, a function for VMM memory. If the driver lacks the function, as older
+/// drivers do, returns an error that names it.
 fn vmm<F>(function: Option<F>, symbol: &'static str) -> Result<F> {
     function.ok_or_else(|| lacks_symbol("virtual memory", symbol))
 }

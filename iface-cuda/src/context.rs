@@ -203,8 +203,8 @@ impl PrimaryContexts {
         Self { driver, allocations: AllocationTable::default(), retained }
     }
 
-    /// Locks the primary context of a device, which must be one of the driver's devices. The
-    /// content is `None` if the iface does not retain the context.
+    /// Locks the element of [`Self::retained`] for a device, which must be one of the driver's
+    /// devices. The element is `None` if the iface does not retain the device's primary context.
     fn lock(&self, device: DeviceId) -> MutexGuard<'_, Option<PrimaryContext>> {
         self.retained[device.0 as usize].lock()
     }

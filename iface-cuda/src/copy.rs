@@ -54,7 +54,8 @@ struct CopyContext {
     /// True if this is the device's primary context, in which streams and events are kept.
     primary: bool,
     /// True for a copy of memory without a context, if the copy runs in the thread's current
-    /// context. The application may destroy that context and keep the memory.
+    /// context. The application may destroy that context and keep the memory, so the copy must end
+    /// before the call returns.
     borrowed: bool,
 }
 

@@ -41,7 +41,8 @@ pub(crate) struct Exporter {
 
 impl DmaBufExporter for Exporter {
     /// Returns both dma-buf mappings if at least one device exports dma-bufs. No attribute states
-    /// whether a device supports the PCIe mapping: a device without it refuses the export.
+    /// whether a device supports the PCIe mapping. A device that does not support this mapping
+    /// refuses the export.
     fn mappings(&self) -> &'static [DmaBufMapping] {
         if self.lookup().driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
             &[DmaBufMapping::Default, DmaBufMapping::Pcie]

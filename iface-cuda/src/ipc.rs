@@ -1,5 +1,5 @@
-//! Exchange of allocations with other processes. A handle holds CUDA's handle, the device and the
-//! length.
+//! Exchange of allocations with other processes. An IPC handle of this crate contains CUDA's
+//! handle, the device and the length.
 
 #![allow(unsafe_code, reason = "calls the driver on IPC handles")]
 

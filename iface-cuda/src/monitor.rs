@@ -118,8 +118,8 @@ pub(crate) struct CudaMonitors {
 }
 
 impl MonitorSource for CudaMonitors {
-    /// Returns [`DetectionMethod::Identity`], the method that the driver itself offers: it has no
-    /// callback for frees. A started monitor may use hooks too.
+    /// Returns [`DetectionMethod::Identity`]: the driver has no callback for frees, but a query of
+    /// the identity shows whether memory was freed. A started monitor may use hooks too.
     fn detection(&self) -> DetectionMethod {
         DetectionMethod::Identity
     }

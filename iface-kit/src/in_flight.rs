@@ -10,7 +10,7 @@ use crate::log_failure;
 /// or a buffer.
 ///
 /// The owner must call [`finish`](Self::finish), because dropping the value does not wait for the
-/// end of the copy. [`InFlight`] does so.
+/// end of the copy. [`InFlight`] makes this call.
 pub trait DeviceCopy: fmt::Debug + Send {
     /// Returns true if the device has ended the copy. A copy that failed counts as ended.
     fn has_ended(&self) -> bool;

@@ -98,7 +98,7 @@ impl<M> Owned<M> {
 
     /// Removes an allocation. If two threads release the same allocation, this method succeeds for
     /// one of them, so that only this thread calls the driver. A newer allocation at the same
-    /// address stays. `imported` is true for `ipc_close`, and false for `free`.
+    /// address stays in the table. `imported` is true for `ipc_close`, and false for `free`.
     ///
     /// # Errors
     /// InvalidArgument if the allocation is not in the table, or if `imported` differs from its

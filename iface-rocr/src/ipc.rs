@@ -1,5 +1,5 @@
-//! Exchange of allocations with other processes. A handle holds the runtime's handle, the device
-//! and the length.
+//! Exchange of allocations with other processes. An IPC handle of this crate contains the runtime's
+//! handle, the device and the length.
 
 #![allow(unsafe_code, reason = "calls the runtime on IPC handles")]
 

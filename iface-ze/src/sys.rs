@@ -104,7 +104,7 @@ pub struct Layout {
 
 /// Declares structures of `ze_api.h`. Each begins with the fields `stype`, its type, and `pNext`,
 /// the next structure of a chain. The default value has the right type, no next structure, and
-/// zeros.
+/// zeros in the other fields.
 macro_rules! structures {
     ($(
         $name:ident = $c:literal: $(#[doc = $doc:literal])* $stype:ident {

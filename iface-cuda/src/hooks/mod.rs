@@ -4,7 +4,7 @@
 //! functions can be patched, a hook notifies subscribers before the memory is freed. Every exported
 //! function of `libcuda` 535 and 550 begins with a comparison that can be replaced by a jump.
 //! `cuGetProcAddress` returns the addresses of the exported functions, so the hooks also see calls
-//! by these addresses. A test shows both with the real libraries.
+//! by these addresses. A test shows both facts with the real libraries.
 //!
 //! # Hooked functions
 //!

@@ -148,7 +148,7 @@ impl<H: Copy> Table<H> {
         Ok(allocation)
     }
 
-    /// Removes an allocation. A newer allocation at the same address stays.
+    /// Removes an allocation. A newer allocation at the same address stays in the table.
     ///
     /// # Errors
     /// InvalidArgument if the allocation is not in the table, or has another origin.

@@ -29,7 +29,8 @@ use crate::topology::{KeptOptions, Kernel, Setting, Topology};
 
 /// The bit of `CapEff` in `/proc/self/status` that exempts a process from the locked-memory limit.
 const CAP_IPC_LOCK: u64 = 1 << 14;
-/// The bit of a capability that containers do not get, unless they are privileged.
+/// The bit of a capability that only privileged containers get. A bounding set without this bit
+/// shows that the process runs in a container.
 const CAP_SYS_ADMIN: u64 = 1 << 21;
 
 /// Sysfs classes of devices, each with the prefix of its node names in `/dev`. Registrations need

@@ -79,8 +79,8 @@ pub(super) struct PathSearch<'a> {
     pub(super) unchecked: bool,
     /// True if every path would refuse the request, so that the search ends.
     pub(super) request_refused: bool,
-    /// True if the driver does not support an export with the default mapping. A refusal of the
-    /// PCIe mapping is then not due to the mapping.
+    /// True if the driver refused an export with the default mapping as unsupported. Then the PCIe
+    /// mapping is not the cause if an export with it is refused too.
     default_refused: bool,
     /// The unit of exports that is tried first.
     pub(super) first_unit: ExportUnit,
@@ -273,8 +273,8 @@ impl<'a> PathSearch<'a> {
     }
 
     /// Refuses a range for Data Direct that does not begin at a page boundary. For Data Direct, the
-    /// kernel accepts only certain addresses by which peers name the first byte: the address must
-    /// be at a page boundary, and its offset in the page must equal that of the dma-buf's offset.
+    /// kernel requires two page boundaries: the offset of the first byte in the dma-buf, and the
+    /// address by which peers name this byte.
     fn check_data_direct(&self) -> Result<(), PathRefusal> {
         let page = rustix::param::page_size() as u64;
         let unaligned = |range: &&AddressRange| !range.start().0.is_multiple_of(page);

@@ -161,9 +161,10 @@ impl PathRefusal {
         )
     }
 
-    /// Returns true if a larger export of the same memory may succeed after this refusal. Drivers
-    /// and NICs use these error kinds for a range that does not begin at a boundary they need, or
-    /// that is a part of an allocation.
+    /// Returns true if a larger export of the same memory may succeed after this refusal. The error
+    /// kind decides: drivers and NICs may return BadAddress, Driver or "not supported" for a range
+    /// only because it does not begin at a certain boundary, or because it is not a whole
+    /// allocation.
     pub(super) fn larger_may_help(&self) -> bool {
         let by_kind = matches!(self.error.kind(), ErrorKind::BadAddress | ErrorKind::Driver);
         !self.only_this_buffer && (by_kind || self.is_unsupported())

@@ -265,8 +265,8 @@ impl<M> Pipeline<M> {
         self.failure.is_some()
     }
 
-    /// Returns whether copies are in flight. A copy engine does not notify of their end, so the
-    /// caller must call [`step`](Self::step) to detect it.
+    /// Returns whether copies are in flight. A copy engine does not report the end of a copy, so
+    /// the caller must call [`step`](Self::step) to detect the end.
     pub fn is_copying(&self) -> bool {
         self.chunks.iter().any(|chunk| !chunk.copies.is_empty())
     }

@@ -7,7 +7,7 @@
 //! [`Topology::record`] writes a recording, which [`Topology::open`] reads from a folder, a tar or
 //! a tar.gz.
 //!
-//! Devices are identified by [`BusId`]. Unlike device numbers, it does not depend on
+//! Devices are identified by [`BusId`]. Unlike a device number, this address does not depend on
 //! `CUDA_VISIBLE_DEVICES`.
 //!
 //! # Examples

@@ -1,10 +1,10 @@
 //! Sources of files: the machine itself, a folder with a copy of its sysfs and procfs, or an
 //! archive of such a folder.
 //!
-//! Paths are relative to the root. [`Source::link`] resolves a link from its text, without the
-//! kernel. In a recording, a link in place of a file or folder to be read is an error, so that the
-//! kernel follows no symbolic link below the root. A recording thus cannot refer to files outside
-//! it, and a loop of links cannot block the reader.
+//! Paths are relative to the root. [`Source::link`] computes the target of a link from the link's
+//! text, and does not let the kernel follow the link. In a recording, a link in place of a file or
+//! folder to be read is an error, so that the kernel follows no symbolic link below the root. A
+//! recording thus cannot refer to files outside it, and a loop of links cannot block the reader.
 
 use std::{
     collections::BTreeMap,
