@@ -69,9 +69,9 @@ impl<'a> Key<'a> {
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
     pub(super) variant: PathVariant,
-    /// True if NVLink-C2C or Data Direct decides the dma-buf mapping for the NIC. Such a NIC uses
-    /// only exports with the mapping of `variant`, even if another NIC of the registration made
-    /// exports with another mapping.
+    /// True if NVLink-C2C or Data Direct decides the dma-buf mapping for the NIC. Such a NIC tries
+    /// the mapping of `variant`, even if another NIC of the registration has already made exports
+    /// with another mapping.
     pub(super) own_mapping: bool,
     /// The decision that later registrations return, with [`Decision::from_cache`] set.
     pub(super) decision: Arc<Decision>,
