@@ -82,8 +82,8 @@
 #define HMEM_P2P_DISABLED 2
 
 /**
- * Adds simulated devices and loopback NICs, which are software in this process, for tests. They
- * never replace hardware: a program names the NIC.
+ * Adds simulated devices and loopback NICs for tests. These are software in this process. A
+ * program gets a loopback NIC only if it names that NIC.
  */
 #define HMEM_OPEN_SOFTWARE 1
 
@@ -105,7 +105,7 @@
 #define HMEM_OPEN_WITHOUT_NICS 8
 
 /**
- * Finishes sooner: `hmem check --quick`.
+ * Makes `hmem_check` finish sooner, as `hmem check --quick` does.
  */
 #define HMEM_REPORT_QUICK 1
 
@@ -296,8 +296,8 @@ typedef struct hmem_library hmem_library;
 typedef struct hmem_region hmem_region;
 
 /**
- * A memory window: rights of peers to a part of a region, which change without a registration. Any
- * number of threads may use it at once.
+ * A memory window: a second key for a part of a region, with rights of its own. The part and the
+ * rights can change without a new registration. Any number of threads may use a window at once.
  */
 typedef struct hmem_window hmem_window;
 
@@ -307,9 +307,9 @@ typedef struct hmem_window hmem_window;
 typedef struct ibv_pd ibv_pd;
 
 /**
- * A function of the program that the library calls once when it no longer uses an object of the
- * program, with the `context` that the program gave. Any thread may call it. It must not throw,
- * and must not call this library. Null means that nothing is called.
+ * A function of the program that the library calls once, when the library no longer uses an object
+ * of the program. The argument is the `context` that the program gave. Any thread may call the
+ * function. The function must not throw, and must not call this library. Null means no function.
  */
 typedef void (*hmem_release)(void *context);
 
@@ -338,9 +338,9 @@ typedef struct hmem_domain_attr {
      */
     uint64_t cache_max_bytes;
     /**
-     * The function that the library calls when neither the domain nor a region uses the protection
-     * domain or libfabric domain of the program any more. If the call that opens the domain fails,
-     * the library does not call the function. Null for `hmem_domain_open`.
+     * The function that the library calls when neither the domain nor a region uses the program's
+     * protection domain or libfabric domain any more. If the domain fails to open, the library
+     * does not call the function. Must be null for `hmem_domain_open`.
      */
     hmem_release release;
     /**
@@ -436,8 +436,9 @@ typedef struct hmem_register_attr {
      */
     size_t size;
     /**
-     * The owner of the memory, such as `cuda:0`, which the library checks. Null means that the
-     * library finds the owner. For a dma-buf null means host memory.
+     * The owner of the memory, such as `cuda:0`. The registration fails if another iface or device
+     * owns the memory. If this is null, the library finds the owner. For a dma-buf, null means
+     * host memory.
      */
     const char *memory;
     /**
@@ -468,7 +469,7 @@ typedef struct hmem_verbs_key {
      */
     uint64_t length;
     /**
-     * The address by which work requests name the first byte.
+     * The address that work requests use for the first byte.
      */
     uint64_t base;
     /**
@@ -502,7 +503,7 @@ typedef struct hmem_fabric_key {
      */
     uint64_t length;
     /**
-     * The address by which peers name the first byte.
+     * The address that peers use for the first byte.
      */
     uint64_t base;
     /**
@@ -524,8 +525,8 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * Opens a domain on the NIC `nic`, a name of `hmem_nic_name`. Null means the first hardware NIC:
- * software never replaces hardware.
+ * Opens a domain on the NIC with the name `nic` (see `hmem_nic_name`). Null means the first
+ * hardware NIC, and never a software NIC.
  *
  * The caller promises:
  * `library` is null, or a library that is not closed during the call. `nic` is null or a string.
@@ -540,7 +541,8 @@ struct hmem_error *hmem_domain_open(const struct hmem_library *library,
  * Opens a domain in a protection domain of the program. The keys of its regions
  * (`hmem_region_verbs_key`) work in the program's own work requests.
  *
- * This function does not call `ibv_fork_init`, but `hmem_open` may (HMEM_OPEN_WITHOUT_NICS).
+ * This function does not call `ibv_fork_init`. `hmem_open` may call it, unless the flag
+ * HMEM_OPEN_WITHOUT_NICS is set.
  *
  * The caller promises:
  * `library` is null, or a library that is not closed during the call. `pd` is null, or a
@@ -578,9 +580,9 @@ struct hmem_error *hmem_domain_open_fabric(const struct hmem_library *library,
                                            struct hmem_domain **domain);
 
 /**
- * Returns the JSON document of `hmem explain --json` for the NIC of the domain. Regions are
- * registered in the protection domain or libfabric domain of the program, if it gave one. The
- * field `nic` of the selection is ignored.
+ * Returns the JSON document of `hmem explain --json` for the NIC of the domain. The call registers
+ * memory and deregisters it. If the domain was opened in a protection domain or libfabric domain
+ * of the program, the memory is registered there. The field `nic` of the selection is ignored.
  *
  * The caller promises:
  * `domain` is null, or a domain that is not closed during the call. `selection` is null, or a
@@ -612,8 +614,8 @@ struct hmem_error *hmem_cache_statistics(const struct hmem_domain *domain,
                                          struct hmem_cache_counts *counts);
 
 /**
- * Removes the cached regions that have a byte of the memory, for memory that changes in a way that
- * no monitor detects. Regions in use are deregistered when their last use ends.
+ * Removes the cached regions that overlap the memory. Call it after a change of the memory that no
+ * monitor detects. Regions in use are deregistered when their last use ends.
  *
  * The caller promises:
  * `domain` is null, or a domain that is not closed during the call.
@@ -698,10 +700,10 @@ void hmem_string_free(char *text);
 const char *hmem_version(void);
 
 /**
- * Opens the library: starts the ifaces of all vendors whose libraries are installed, and verbs.
- * An absent library or device is no error: `hmem_info` has the reason.
+ * Opens the library: starts libibverbs, and the ifaces of all vendors whose libraries are
+ * installed. An absent vendor library or device is no error: `hmem_info` has the reason.
  *
- * Settings that `attr` does not have come from the environment. Null means the default settings.
+ * Environment variables give the settings that are not in `attr`. A null `attr` means no flags.
  *
  * The caller promises:
  * `attr` is null, or a structure of the size that it states. `library` is null or writable.
@@ -709,8 +711,8 @@ const char *hmem_version(void);
 struct hmem_error *hmem_open(const struct hmem_open_attr *attr, struct hmem_library **library);
 
 /**
- * Closes the library. Domains that are open keep it in use. Does nothing for null. Fails for
- * another object only.
+ * Closes the library. Open domains stay usable. Does nothing for null. Fails only if `library` is
+ * not an open library.
  *
  * The caller promises:
  * `library` is null, or a library that no other call uses.
@@ -727,9 +729,9 @@ struct hmem_error *hmem_close(struct hmem_library *library);
 const char *hmem_nic_name(const struct hmem_library *library, size_t index);
 
 /**
- * Returns the JSON document of `hmem info --json`: ifaces, devices, NICs and the paths between
- * them, and the reasons why others are unavailable. With HMEM_OPEN_SOFTWARE, the document has
- * everything that the command prints.
+ * Returns the JSON document of `hmem info --json`: the ifaces, devices and NICs, the paths between
+ * them, and the reason for each iface or NIC that is unavailable. Without HMEM_OPEN_SOFTWARE, the
+ * document has no simulated devices and no loopback NICs. The command prints these too.
  *
  * `nic` selects a provider or a NIC. Null means all.
  *
@@ -780,7 +782,7 @@ struct hmem_error *hmem_check(const struct hmem_library *library,
  *   structure of the size that it states. `region` is null or writable.
  * - The memory stays allocated until the region is closed. With `attr->release`, the memory stays
  *   allocated until that function is called.
- * - Without a right to write, the NIC only reads the memory, which may be read-only.
+ * - If `access` has a right to write, the memory is writable.
  */
 struct hmem_error *hmem_register(const struct hmem_domain *domain,
                                  uint64_t address,
@@ -792,13 +794,13 @@ struct hmem_error *hmem_register(const struct hmem_domain *domain,
 /**
  * Registers `length` bytes from `offset` of the dma-buf `fd`.
  *
- * The library duplicates the descriptor, so the program may close its own after the call.
+ * The library duplicates the descriptor, so the program may close its own after the call. The call
+ * fails if `fd` is not an open descriptor.
  *
  * The caller promises:
  * - `domain` is null, or a domain that is not closed during the call. `attr` is null, or a
  *   structure of the size that it states. `region` is null or writable.
- * - `fd` is an open descriptor, or refused. The memory of the dma-buf is not used for another
- *   purpose until the region is closed.
+ * - The memory of the dma-buf is not used for another purpose until the region is closed.
  */
 struct hmem_error *hmem_register_dmabuf(const struct hmem_domain *domain,
                                         int fd,
@@ -874,8 +876,8 @@ struct hmem_error *hmem_region_remote_key(const struct hmem_region *region,
                                           uint64_t *base);
 
 /**
- * Copies the remote key of a region to `buffer`, for a peer that uses hmem. The bytes have the
- * address range and a checksum too.
+ * Copies the remote key of a region to `buffer`, for a peer that uses hmem. The copy includes the
+ * address range and a checksum.
  *
  * `*length` is the size of the buffer, and becomes the number of bytes. With a null or short
  * buffer the call fails with HMEM_KIND_TOO_SMALL, and `*length` is the necessary size.
@@ -906,8 +908,8 @@ struct hmem_error *hmem_region_raw_key(const struct hmem_region *region,
  * Stores the keys for work requests of the program in `*key`, whose field `size` the program has
  * set. The region belongs to a verbs domain. A cached region may cover more than the lookup.
  *
- * Fails with HMEM_KIND_UNSUPPORTED for a region with several registrations, or with none because
- * it is staged.
+ * Fails with HMEM_KIND_UNSUPPORTED for a region with several registrations, and for a staged
+ * region, which has none.
  *
  * The caller promises:
  * `region` is null, or a region that is not closed during the call. `key` is null, or a structure

@@ -15,30 +15,31 @@ use hmem::{Error, ErrorKind, Result};
 
 use crate::error::{c_string, hmem_error};
 
-/// A call from C, with the name of the function.
+/// A running call of C code. The name of the called function stands in its errors.
 #[derive(Clone, Copy)]
 pub(crate) struct Call(&'static str);
 
-/// An opaque C type. The pointers of C code to it point to an [`Object`].
+/// An opaque C type. A pointer of this type, which C code holds, is the address of an [`Object`].
 pub(crate) trait Handle {
-    /// The state behind the pointer. Any thread may use and close the object.
+    /// The Rust value in the [`Object`]. Any thread may use and close the handle.
     type State: Send + Sync;
     /// The name of the C type.
     const NAME: &'static str;
 }
 
-/// The memory behind a handle.
+/// The allocation that a handle points to.
 #[repr(C)]
 struct Object<T> {
-    /// The tag of the handle's type, or [`CLOSED`].
+    /// The number of the handle's type ([`tag_of`]), or [`CLOSED`]. Every call compares this number
+    /// with its own type first, so that it refuses a wrong pointer.
     tag: AtomicU64,
     state: T,
 }
 
-/// The tag of an object that is being closed.
+/// The tag of an object whose handle is being closed.
 const CLOSED: u64 = 0xdead_c105_ed00_0000;
 
-/// Returns the tag of a handle's type: the FNV-1a hash of its name.
+/// Returns the number that identifies a handle's type: the FNV-1a hash of the type's name.
 const fn tag_of<H: Handle>() -> u64 {
     let (name, mut hash, mut at) = (H::NAME.as_bytes(), 0xcbf2_9ce4_8422_2325_u64, 0);
     while at < name.len() {
@@ -48,21 +49,21 @@ const fn tag_of<H: Handle>() -> u64 {
     hash
 }
 
-/// A C structure that may grow in later versions. Its first field is its size in bytes, and the
-/// zero of every other field is the field's default.
+/// A C structure that may grow in later versions. The first field is the size of the structure in
+/// bytes. In every other field, zero means the default.
 ///
 /// # Safety
-/// The type is `repr(C)`, has no padding, its first field is a `usize`, and all bit patterns of the
+/// The type is `repr(C)` and has no padding. Its first field is a `usize`. All bit patterns of the
 /// other fields are valid.
 pub(crate) unsafe trait Growing: Copy {}
 
-/// The largest size that a caller may state for a [`Growing`] structure. A larger size is a sign of
-/// a structure that was not initialised.
+/// The largest size that a caller may state for a [`Growing`] structure. A larger size shows that
+/// the structure was not initialised.
 const LARGEST: usize = 4096;
 
 impl Call {
-    /// Runs the function `name` and returns its error, or null. A panic becomes an error, also one
-    /// of the code that describes an error.
+    /// Runs `body` for the C function `name`. Returns null, or the error of `body`. A panic becomes
+    /// an error, including a panic while the error is converted.
     pub(crate) fn run(
         name: &'static str,
         body: impl FnOnce(Self) -> Result<()>,
@@ -76,7 +77,7 @@ impl Call {
         Box::into_raw(Box::new(error))
     }
 
-    /// Returns the error for an argument.
+    /// Returns the error for a wrong argument.
     pub(crate) fn invalid(self, argument: &'static str, remedy: impl Into<String>) -> Error {
         Error::new(ErrorKind::InvalidArgument, self.0)
             .context("argument", argument)
@@ -98,7 +99,10 @@ impl Call {
         Ok(unsafe { &(*object).state })
     }
 
-    /// Returns the object of a handle, whose tag is that of its type.
+    /// Returns the object of a handle after a check of its tag.
+    ///
+    /// # Errors
+    /// InvalidArgument for null, and for a handle whose tag is not that of `H`.
     ///
     /// # Safety
     /// `handle` is null or a handle of this library that is not closed during the call.
@@ -119,7 +123,8 @@ impl Call {
     /// Closes a handle, and frees it if `close` succeeds. Does nothing for null.
     ///
     /// # Errors
-    /// The errors of [`Call::state`], and the error of `close`. The handle stays open.
+    /// The errors of [`Call::state`], and the error of `close`. After an error the handle stays
+    /// open.
     ///
     /// # Safety
     /// `handle` is null or a handle of this library that no other call uses.
@@ -160,7 +165,7 @@ impl Call {
         *out = c_string(text).into_raw();
     }
 
-    /// Returns the place for a result, with `nothing` in it.
+    /// Checks the address for a result, and stores `nothing` there.
     ///
     /// # Errors
     /// InvalidArgument for null.
@@ -203,12 +208,12 @@ impl Call {
         text.map(Some).map_err(|error| self.invalid(name, "pass UTF-8").caused_by(error))
     }
 
-    /// Returns a structure that C code passes, with zeros in the fields that the code's header
-    /// does not have. Null means zeros.
+    /// Returns a copy of a structure that C code passes. Fields that the header of the C code lacks
+    /// are zero. For null, all fields are zero.
     ///
     /// # Errors
-    /// - InvalidArgument if the field `size` is less than a size or more than 4096.
-    /// - Unsupported if a field that this version does not know is not zero.
+    /// - InvalidArgument if the field `size` is less than `sizeof(size_t)` or more than 4096.
+    /// - Unsupported if C code has set a field that this version does not know.
     ///
     /// # Safety
     /// `given` is null, or a structure of as many readable bytes as its field `size` says.
@@ -236,10 +241,12 @@ impl Call {
         Ok(unsafe { attr.assume_init() })
     }
 
-    /// Stores a structure as far as the caller's header knows it. Further bytes become zero.
+    /// Copies the fields of `value` that the caller's header has to `out`. Its other bytes become
+    /// zero.
     ///
     /// # Errors
-    /// InvalidArgument for null, and for a field `size` that is less than a size or more than 4096.
+    /// InvalidArgument for null, and for a field `size` that is less than `sizeof(size_t)` or more
+    /// than 4096.
     ///
     /// # Safety
     /// `out` is null, or a structure of as many writable bytes as its field `size` says.

@@ -87,9 +87,9 @@ pub struct hmem_domain_attr {
     pub cache_max_count: u64,
     /// The largest total size of cached regions in bytes. 0 means the setting of the environment.
     pub cache_max_bytes: u64,
-    /// The function that the library calls when neither the domain nor a region uses the protection
-    /// domain or libfabric domain of the program any more. If the call that opens the domain fails,
-    /// the library does not call the function. Null for `hmem_domain_open`.
+    /// The function that the library calls when neither the domain nor a region uses the program's
+    /// protection domain or libfabric domain any more. If the domain fails to open, the library
+    /// does not call the function. Must be null for `hmem_domain_open`.
     pub release: hmem_release,
     /// The argument of `release`.
     pub context: *mut c_void,
@@ -123,7 +123,8 @@ pub struct hmem_cache_counts {
 // SAFETY: a size and numbers of 64 bits.
 unsafe impl Growing for hmem_cache_counts {}
 
-/// Returns the attributes of a domain, and the owner of the program's object.
+/// Converts the attributes of a domain. The returned owner calls `release` on drop, once it was
+/// accepted.
 ///
 /// # Safety
 /// `attr` is null, or a structure of the size that it states. Any thread may call `release`.
@@ -172,7 +173,8 @@ impl OpenDomain {
         Ok(Self { domain, nic, library: Arc::clone(library) })
     }
 
-    /// Opens the only NIC of a provider over an object of the program.
+    /// Opens a domain in a protection domain or libfabric domain of the program. `provider` has one
+    /// NIC: that of the program's domain.
     fn open_brought(
         library: &Arc<Library>,
         provider: impl Provider + 'static,
@@ -222,8 +224,8 @@ fn nic_of(call: Call, library: &Library, name: Option<&str>) -> Result<ProviderN
         .context("nics", names.join(",")))
 }
 
-/// Opens a domain on the NIC `nic`, a name of `hmem_nic_name`. Null means the first hardware NIC:
-/// software never replaces hardware.
+/// Opens a domain on the NIC with the name `nic` (see `hmem_nic_name`). Null means the first
+/// hardware NIC, and never a software NIC.
 ///
 /// # Safety
 /// `library` is null, or a library that is not closed during the call. `nic` is null or a string.
@@ -256,7 +258,8 @@ pub unsafe extern "C" fn hmem_domain_open(
 /// Opens a domain in a protection domain of the program. The keys of its regions
 /// (`hmem_region_verbs_key`) work in the program's own work requests.
 ///
-/// This function does not call `ibv_fork_init`, but `hmem_open` may (HMEM_OPEN_WITHOUT_NICS).
+/// This function does not call `ibv_fork_init`. `hmem_open` may call it, unless the flag
+/// HMEM_OPEN_WITHOUT_NICS is set.
 ///
 /// # Safety
 /// `library` is null, or a library that is not closed during the call. `pd` is null, or a
@@ -328,9 +331,9 @@ pub unsafe extern "C" fn hmem_domain_open_fabric(
     })
 }
 
-/// Returns the JSON document of `hmem explain --json` for the NIC of the domain. Regions are
-/// registered in the protection domain or libfabric domain of the program, if it gave one. The
-/// field `nic` of the selection is ignored.
+/// Returns the JSON document of `hmem explain --json` for the NIC of the domain. The call registers
+/// memory and deregisters it. If the domain was opened in a protection domain or libfabric domain
+/// of the program, the memory is registered there. The field `nic` of the selection is ignored.
 ///
 /// # Safety
 /// `domain` is null, or a domain that is not closed during the call. `selection` is null, or a
@@ -404,8 +407,8 @@ pub unsafe extern "C" fn hmem_cache_statistics(
     })
 }
 
-/// Removes the cached regions that have a byte of the memory, for memory that changes in a way that
-/// no monitor detects. Regions in use are deregistered when their last use ends.
+/// Removes the cached regions that overlap the memory. Call it after a change of the memory that no
+/// monitor detects. Regions in use are deregistered when their last use ends.
 ///
 /// # Safety
 /// `domain` is null, or a domain that is not closed during the call.

@@ -31,11 +31,11 @@ pub struct hmem_library {
     _opaque: (),
 }
 
-/// The state behind an [`hmem_library`]. Domains hold it too.
+/// The state behind an [`hmem_library`]. Open domains share the state.
 #[derive(Debug)]
 pub(crate) struct Library {
     pub(crate) machine: Machine,
-    /// The names of the NICs, in the order of the machine.
+    /// The names of the NICs. The index is that of `machine.nics`.
     names: Vec<CString>,
 }
 
@@ -44,8 +44,8 @@ impl Handle for hmem_library {
     const NAME: &'static str = "hmem_library";
 }
 
-/// Adds simulated devices and loopback NICs, which are software in this process, for tests. They
-/// never replace hardware: a program names the NIC.
+/// Adds simulated devices and loopback NICs for tests. These are software in this process. A
+/// program gets a loopback NIC only if it names that NIC.
 pub const HMEM_OPEN_SOFTWARE: u64 = 1;
 /// Ignores the environment variables of hmem and of libfabric (`HMEM_*`, `FI_*`).
 pub const HMEM_OPEN_WITHOUT_ENVIRONMENT: u64 = 2;
@@ -69,7 +69,7 @@ pub struct hmem_open_attr {
 // SAFETY: a size and a number of 64 bits.
 unsafe impl Growing for hmem_open_attr {}
 
-/// Finishes sooner: `hmem check --quick`.
+/// Makes `hmem_check` finish sooner, as `hmem check --quick` does.
 pub const HMEM_REPORT_QUICK: u64 = 1;
 
 /// The selection of a report. Null strings and zeros select everything.
@@ -91,7 +91,7 @@ pub struct hmem_selection {
 // SAFETY: a size, pointers to characters that are checked before use, and numbers of 64 bits.
 unsafe impl Growing for hmem_selection {}
 
-/// A selection with Rust types.
+/// The fields of an [`hmem_selection`], as Rust types.
 #[derive(Default)]
 struct Selected {
     iface: Option<String>,
@@ -102,8 +102,10 @@ struct Selected {
 }
 
 impl Selected {
+    /// Converts a selection that C code passes.
+    ///
     /// # Safety
-    /// The condition of [`Call::attr`]. Strings of the selection end with a zero.
+    /// The condition of [`Call::attr`]. The strings of the selection are null or end with a zero.
     unsafe fn new(call: Call, selection: *const hmem_selection) -> Result<Self> {
         // SAFETY: the caller promises null or a selection.
         let given = unsafe { call.attr("selection", selection) }?;
@@ -148,7 +150,7 @@ pub(crate) fn check_flags(call: Call, flags: u64, known: u64) -> Result<()> {
     }
 }
 
-/// Returns the error for a report that failed.
+/// Converts the failure of a report to an error.
 pub(crate) fn report_failed(failure: Failure) -> Error {
     let kind = match failure {
         Failure::Usage(_) => ErrorKind::InvalidArgument,
@@ -164,7 +166,7 @@ pub(crate) fn report_failed(failure: Failure) -> Error {
 }
 
 impl Library {
-    /// Returns the iface and the device that the name of memory means.
+    /// Returns the iface and the device with this name, such as `cuda:0`.
     pub(crate) fn owner(&self, call: Call, memory: &str) -> Result<(IfaceKind, Option<DeviceId>)> {
         let (name, device) = split(call, memory)?;
         let registry = self.machine.hmem.registry();
@@ -185,10 +187,10 @@ pub extern "C" fn hmem_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
-/// Opens the library: starts the ifaces of all vendors whose libraries are installed, and verbs.
-/// An absent library or device is no error: `hmem_info` has the reason.
+/// Opens the library: starts libibverbs, and the ifaces of all vendors whose libraries are
+/// installed. An absent vendor library or device is no error: `hmem_info` has the reason.
 ///
-/// Settings that `attr` does not have come from the environment. Null means the default settings.
+/// Environment variables give the settings that are not in `attr`. A null `attr` means no flags.
 ///
 /// # Safety
 /// `attr` is null, or a structure of the size that it states. `library` is null or writable.
@@ -227,8 +229,8 @@ pub unsafe extern "C" fn hmem_open(
     })
 }
 
-/// Closes the library. Domains that are open keep it in use. Does nothing for null. Fails for
-/// another object only.
+/// Closes the library. Open domains stay usable. Does nothing for null. Fails only if `library` is
+/// not an open library.
 ///
 /// # Safety
 /// `library` is null, or a library that no other call uses.
@@ -267,9 +269,9 @@ pub unsafe extern "C" fn hmem_nic_name(
     name
 }
 
-/// Returns the JSON document of `hmem info --json`: ifaces, devices, NICs and the paths between
-/// them, and the reasons why others are unavailable. With HMEM_OPEN_SOFTWARE, the document has
-/// everything that the command prints.
+/// Returns the JSON document of `hmem info --json`: the ifaces, devices and NICs, the paths between
+/// them, and the reason for each iface or NIC that is unavailable. Without HMEM_OPEN_SOFTWARE, the
+/// document has no simulated devices and no loopback NICs. The command prints these too.
 ///
 /// `nic` selects a provider or a NIC. Null means all.
 ///
@@ -322,7 +324,7 @@ pub unsafe extern "C" fn hmem_explain(
     })
 }
 
-/// Stores an explanation for C code.
+/// Stores the JSON document of an explanation in `json`, and its verdict in `passed`.
 ///
 /// # Safety
 /// `passed` is null or writable.
@@ -338,7 +340,7 @@ pub(crate) unsafe fn set_explanation(
     Call::set_text(json, to_string_pretty(report).expect("plain values serialise"));
 }
 
-/// Returns the arguments of an explanation that C code selects.
+/// Converts a selection that C code passes to the arguments of an explanation.
 ///
 /// # Safety
 /// `selection` is null, or a structure of the size that it states, whose strings end with a zero.

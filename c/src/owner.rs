@@ -1,4 +1,5 @@
-//! Objects of the program that the library keeps in use.
+//! The function with which a program learns that the library no longer uses an object of the
+//! program.
 
 #![allow(unsafe_code, reason = "calls a function of the program")]
 
@@ -7,9 +8,9 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// A function of the program that the library calls once when it no longer uses an object of the
-/// program, with the `context` that the program gave. Any thread may call it. It must not throw,
-/// and must not call this library. Null means that nothing is called.
+/// A function of the program that the library calls once, when the library no longer uses an object
+/// of the program. The argument is the `context` that the program gave. Any thread may call the
+/// function. The function must not throw, and must not call this library. Null means no function.
 pub type hmem_release = Option<unsafe extern "C" fn(context: *mut c_void)>;
 
 /// Calls the program's [`hmem_release`] on drop, if [`Owner::accept`] was called.
@@ -26,7 +27,7 @@ unsafe impl Send for Owner {}
 unsafe impl Sync for Owner {}
 
 impl Owner {
-    /// Creates an owner that does not call the function yet.
+    /// Creates an owner that does not call the function before [`Owner::accept`].
     ///
     /// # Safety
     /// Any thread may call `release` with `context` once.
@@ -39,7 +40,8 @@ impl Owner {
         self.release.is_some()
     }
 
-    /// Records that the call of the program succeeded, so that the drop calls the function.
+    /// Records that the C call that passed the function succeeded, so that the drop calls the
+    /// function.
     pub(crate) fn accept(&self) {
         self.accepted.store(true, Ordering::Relaxed);
     }

@@ -48,8 +48,9 @@ impl Handle for hmem_region {
 pub struct hmem_register_attr {
     /// The size of this structure in bytes: `sizeof(hmem_register_attr)`.
     pub size: usize,
-    /// The owner of the memory, such as `cuda:0`, which the library checks. Null means that the
-    /// library finds the owner. For a dma-buf null means host memory.
+    /// The owner of the memory, such as `cuda:0`. The registration fails if another iface or device
+    /// owns the memory. If this is null, the library finds the owner. For a dma-buf, null means
+    /// host memory.
     pub memory: *const c_char,
     /// The function that the library calls when the memory is no longer registered. If the
     /// registration fails, the library does not call the function.
@@ -72,7 +73,7 @@ pub struct hmem_verbs_key {
     pub address: u64,
     /// The length of the registration in bytes.
     pub length: u64,
-    /// The address by which work requests name the first byte.
+    /// The address that work requests use for the first byte.
     pub base: u64,
     /// The key for the local segments of work requests.
     pub lkey: u32,
@@ -95,7 +96,7 @@ pub struct hmem_fabric_key {
     pub address: u64,
     /// The length of the registration in bytes.
     pub length: u64,
-    /// The address by which peers name the first byte.
+    /// The address that peers use for the first byte.
     pub base: u64,
     /// The key for requests of peers, or `FI_KEY_NOTAVAIL` if the region has no remote rights.
     pub key: u64,
@@ -109,7 +110,8 @@ pub struct hmem_fabric_key {
 unsafe impl Growing for hmem_fabric_key {}
 
 impl OpenRegion {
-    /// Returns the whole region, which is larger than the lookup for some cached regions.
+    /// Returns the whole region. A cached region may be larger than the range that the program
+    /// asked for.
     pub(crate) fn region(&self) -> &MemoryRegion {
         match self {
             Self::Addresses(region) => region,
@@ -118,7 +120,7 @@ impl OpenRegion {
         }
     }
 
-    /// Returns the range of the lookup for a cached region, and the whole range for others.
+    /// Returns the range that the program asked for.
     pub(crate) fn range(&self) -> AddressRange {
         match self {
             Self::Lease(region) => region.view().range(),
@@ -126,7 +128,7 @@ impl OpenRegion {
         }
     }
 
-    /// Returns the offset of [`OpenRegion::range`] in the region.
+    /// Returns the offset of [`OpenRegion::range`] from the start of the whole region.
     pub(crate) fn offset(&self) -> u64 {
         self.range().start().0 - self.region().range().start().0
     }
@@ -154,25 +156,25 @@ impl OpenRegion {
     }
 }
 
-/// The number of the operating system for a descriptor that is not open.
+/// The errno of the operating system for a descriptor that is not open.
 const EBADF: Errno = Errno(9);
 
-/// Returns the rights that C code asks for. Unknown bits are kept, and refused by name later.
+/// Returns the rights that C code asks for. Unknown bits are kept: the registration refuses them.
 const fn rights(access: u64) -> Access {
     Access::from_bits_retain(access)
 }
 
-/// Returns the promise that C code makes by these rights: others may write the memory only if a
-/// right to write asks for it.
+/// Returns the promise about memory that C code makes by these rights. NICs and peers may write the
+/// memory only if one of the rights is a right to write.
 fn promise(access: Access) -> Promise {
     if access.nic_writes() { Promise::ReadWrite } else { Promise::ReadOnly }
 }
 
-/// A request for memory of the program.
+/// A request for memory that the program owns. The region releases the memory through an [`Owner`].
 type OwnedRequest<'a, A> = Request<'a, KeptRaw<Arc<Owner>, A>>;
 
-/// Returns the settings of a registration: the request with the named owner, and the program's
-/// owner of the memory.
+/// Returns a request for memory with the settings in `attr`. The returned owner calls `release` on
+/// drop, once it was accepted.
 ///
 /// # Safety
 /// The condition of [`Call::attr`]. Any thread may call `release`. `memory` is null or a string.
@@ -212,7 +214,7 @@ where
 ///   structure of the size that it states. `region` is null or writable.
 /// - The memory stays allocated until the region is closed. With `attr->release`, the memory stays
 ///   allocated until that function is called.
-/// - Without a right to write, the NIC only reads the memory, which may be read-only.
+/// - If `access` has a right to write, the memory is writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_register(
     domain: *const hmem_domain,
@@ -241,13 +243,13 @@ pub unsafe extern "C" fn hmem_register(
 
 /// Registers `length` bytes from `offset` of the dma-buf `fd`.
 ///
-/// The library duplicates the descriptor, so the program may close its own after the call.
+/// The library duplicates the descriptor, so the program may close its own after the call. The call
+/// fails if `fd` is not an open descriptor.
 ///
 /// # Safety
 /// - `domain` is null, or a domain that is not closed during the call. `attr` is null, or a
 ///   structure of the size that it states. `region` is null or writable.
-/// - `fd` is an open descriptor, or refused. The memory of the dma-buf is not used for another
-///   purpose until the region is closed.
+/// - The memory of the dma-buf is not used for another purpose until the region is closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_register_dmabuf(
     domain: *const hmem_domain,
@@ -396,7 +398,7 @@ pub unsafe extern "C" fn hmem_region_remote_key(
     })
 }
 
-/// Stores the number and the base address of a key.
+/// Stores the number of a remote key in `key`, and its base address in `base` unless that is null.
 ///
 /// # Safety
 /// `base` is null or writable.
@@ -413,8 +415,8 @@ pub(crate) unsafe fn set_remote_key(
     Ok(())
 }
 
-/// Copies the remote key of a region to `buffer`, for a peer that uses hmem. The bytes have the
-/// address range and a checksum too.
+/// Copies the remote key of a region to `buffer`, for a peer that uses hmem. The copy includes the
+/// address range and a checksum.
 ///
 /// `*length` is the size of the buffer, and becomes the number of bytes. With a null or short
 /// buffer the call fails with HMEM_KIND_TOO_SMALL, and `*length` is the necessary size.
@@ -464,8 +466,8 @@ pub unsafe extern "C" fn hmem_region_raw_key(
 /// Stores the keys for work requests of the program in `*key`, whose field `size` the program has
 /// set. The region belongs to a verbs domain. A cached region may cover more than the lookup.
 ///
-/// Fails with HMEM_KIND_UNSUPPORTED for a region with several registrations, or with none because
-/// it is staged.
+/// Fails with HMEM_KIND_UNSUPPORTED for a region with several registrations, and for a staged
+/// region, which has none.
 ///
 /// # Safety
 /// `region` is null, or a region that is not closed during the call. `key` is null, or a structure

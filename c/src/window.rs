@@ -1,4 +1,4 @@
-//! Memory windows of type 1, which are bound by a call.
+//! Memory windows of type 1, which a function call binds. Type 2 windows need posted requests.
 
 #![allow(unsafe_code, reason = "reads and writes through pointers that C code passes")]
 
@@ -13,8 +13,8 @@ use crate::{
     region::{hmem_region, set_remote_key},
 };
 
-/// A memory window: rights of peers to a part of a region, which change without a registration. Any
-/// number of threads may use it at once.
+/// A memory window: a second key for a part of a region, with rights of its own. The part and the
+/// rights can change without a new registration. Any number of threads may use a window at once.
 #[derive(Debug)]
 pub struct hmem_window {
     _opaque: (),
