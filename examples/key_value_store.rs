@@ -91,7 +91,7 @@ fn wait(queue: &Arc<dyn CompletionQueue>) -> Result<u64> {
     out.remove(0).result
 }
 
-/// A store: its memory, and the slot and length of each value.
+/// A store: its memory, which is divided into slots, and the slot number and length of each value.
 struct Store {
     memory: Region<Vec<u8>>,
     slots: Mutex<HashMap<String, (u64, u64)>>,
@@ -163,8 +163,9 @@ struct Client {
 }
 
 impl Client {
-    /// Sends a request, calls `move_bytes` with the key of the grant, and then tells the server.
-    /// This message also invalidates the key, if the server says that a peer can do that.
+    /// Sends a request, calls `move_bytes` with the key of the grant, and then tells the server. If
+    /// the server's answer says that a peer can invalidate the key, this message also invalidates
+    /// the key.
     ///
     /// Returns the result of `move_bytes` and the key.
     fn under_grant(

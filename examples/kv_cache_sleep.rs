@@ -188,9 +188,10 @@ impl Peer {
     }
 }
 
-/// Returns true for the errors of a read whose memory has gone. `InvalidKey` and `OutOfBounds` come
-/// from the peer's keys, which are newer than the name of the block. `InvalidKey` also comes from
-/// the NIC, if the keys are older.
+/// Returns true if the error of a read means that the memory of the block has gone. If the peer's
+/// keys are newer than the generation of the block, the peer's own lookup fails with `InvalidKey`
+/// or `OutOfBounds`. If the peer's keys are out of date, the NIC refuses the read with
+/// `InvalidKey`.
 fn is_refusal(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::InvalidKey | ErrorKind::OutOfBounds)
 }

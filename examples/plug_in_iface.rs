@@ -49,8 +49,8 @@ struct Blocks {
     next_id: u64,
 }
 
-/// An iface with memory in anonymous files. Mappings without access rights reserve the addresses of
-/// the memory. So no other memory gets these addresses, and the CPU cannot use them.
+/// An iface whose memory is in anonymous files. For each file, a mapping without access rights
+/// reserves addresses. So no other memory gets these addresses, and the CPU cannot use them.
 #[derive(Debug, Default)]
 pub(crate) struct FileMemory {
     blocks: Mutex<Blocks>,
@@ -221,7 +221,8 @@ impl MonitorSource for FileMemory {
     }
 }
 
-/// The monitor of the memory, for registration caches. All frees go through the iface.
+/// The monitor that tells registration caches about frees of the iface's memory. The monitor misses
+/// no free, because all frees go through the iface.
 #[derive(Debug)]
 struct FreeMonitor(Arc<FreeSubscriptions>);
 

@@ -1,5 +1,5 @@
-//! A test of the public API of pegaflow-transfer over an RDMA device, for `ports/run`. It is ours:
-//! the program's own test of transfers needs a GPU and a hardware NIC.
+//! A test of the public API of pegaflow-transfer over an RDMA device, for `ports/run`. The test
+//! belongs to hmem, because the program's own test of transfers needs a GPU and a hardware NIC.
 
 use pegaflow_transfer::{MooncakeTransferEngine, TransferError};
 

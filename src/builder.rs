@@ -81,7 +81,8 @@ pub struct Hmem {
 /// ```
 #[derive(Debug, Default)]
 pub struct Builder {
-    /// The plug-ins, opened or with the reason why the application could not open them.
+    /// The plug-ins. Each has its opened iface, or the reason why the application could not open
+    /// the iface.
     plug_ins: Vec<(IfaceName, Result<Arc<dyn Iface>>)>,
     providers: Vec<Arc<dyn Provider>>,
     absent_providers: Vec<(String, Error)>,
@@ -688,7 +689,7 @@ impl Builder {
 }
 
 /// Refuses a plug-in, available or absent, whose number or name is invalid or belongs to another
-/// iface. Names are compared without regard to case, as in the filter.
+/// iface. Names are compared without regard to case, as [`Filter`] does.
 fn check_plug_ins(plug_ins: &[IfaceName]) -> Result<()> {
     for (at, plug_in) in plug_ins.iter().enumerate() {
         let (kind, name) = (plug_in.kind(), plug_in.to_string());
@@ -769,7 +770,8 @@ fn filtered_out(kind: IfaceKind, name: &str, by_builder: bool) -> Error {
     left_out(IfaceName::new(kind, name), why).remedy(format!("add {name} to {setting}"))
 }
 
-/// A function that starts a vendor's iface. With the argument false, it reads no environment.
+/// A function that starts a vendor's iface. The argument is false if the function must not read the
+/// environment.
 type Start = fn(bool) -> Result<Arc<dyn Iface>>;
 
 const VENDORS: [(IfaceKind, Start); 5] = [

@@ -51,8 +51,8 @@ pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
     Ok(cache)
 }
 
-/// Returns the parsed value of a variable, or `None` if the variable is not set. The error for a
-/// bad value has the remedy of the error that `parse` returned.
+/// Returns the value of a variable after `parse`, or `None` if the variable is not set. If `parse`
+/// fails, the error names the variable and its text, and has the remedy of `parse`.
 pub(crate) fn parsed_by<T>(
     name: &'static str,
     parse: impl FnOnce(&str) -> Result<T>,
@@ -81,8 +81,8 @@ fn number(name: &'static str, accepted: &'static str) -> Result<Option<u64>> {
     text.parse().map(Some).map_err(|_| bad_value(name, text).remedy(accepted))
 }
 
-/// Adds the variable `name` to the error of a failure to load a library, if that variable names the
-/// library. Returns other errors unchanged.
+/// Adds the variable `name` to an error if the variable names a library that failed to load.
+/// Returns other errors unchanged.
 #[cfg(any(
     feature = "cuda",
     feature = "neuron",

@@ -32,7 +32,8 @@ use metrics::{counter, gauge, histogram};
 #[derive(Debug)]
 pub struct MetricsPublisher {
     name: String,
-    /// The published count of each bucket of the latencies. Empty before the first publication.
+    /// The count of each latency bucket at the last publication. Empty before the first
+    /// publication.
     published: Vec<u64>,
 }
 

@@ -89,8 +89,8 @@ impl From<&path::Attempt> for Attempt {
 }
 
 impl Attempt {
-    /// Returns an attempt for a registration that failed, without the attempts of its path search.
-    /// `path` is the path that the caller expected.
+    /// Returns one attempt that stands for a whole registration that failed. The attempts of its
+    /// path search are left out. `path` is the path that the caller expected.
     pub(crate) fn refused(path: Path, error: &Error) -> Self {
         Self {
             path: path.name().into(),
@@ -115,7 +115,7 @@ impl Attempt {
         format!("to use {}:", self.path)
     }
 
-    /// Applies [`needed_advice`] to the remedies.
+    /// Removes needless advice from the remedies by [`needed_advice`].
     pub(crate) fn with_needed_advice(mut self, chosen: Option<&str>) -> Self {
         self.remedy = self.remedy.map(|remedy| needed_advice(&remedy, chosen).to_owned());
         for cause in &mut self.causes {

@@ -106,7 +106,7 @@ impl Failure {
         }
     }
 
-    /// Wraps the problem of a failed operation.
+    /// Returns [`Failure::Failed`] with the problem of a failed operation.
     pub(crate) fn failed(problem: impl Into<Problem>) -> Self {
         Self::Failed(Box::new(problem.into()))
     }
@@ -121,8 +121,8 @@ impl std::fmt::Display for Failure {
 impl std::error::Error for Failure {}
 
 impl From<hmem::Error> for Failure {
-    /// A bad value in an environment variable is a usage error. Every other error is a failed
-    /// operation.
+    /// Returns [`Failure::Usage`] for a bad value in an environment variable, and
+    /// [`Failure::Failed`] for every other error.
     fn from(error: hmem::Error) -> Self {
         match (error.kind(), error.context_value("variable")) {
             (ErrorKind::InvalidArgument, Some(_)) => Self::Usage(Box::new(error.into())),
@@ -132,7 +132,7 @@ impl From<hmem::Error> for Failure {
 }
 
 impl From<Problem> for Failure {
-    /// Returns [`Failure::Usage`]. `Failure::failed` wraps the problem of a failed operation.
+    /// Returns [`Failure::Usage`]. For the problem of a failed operation use `Failure::failed`.
     fn from(problem: Problem) -> Self {
         Self::Usage(Box::new(problem))
     }
@@ -169,8 +169,8 @@ fn run(
     }
 }
 
-/// Runs a subcommand with a JSON document on this machine, and returns the document that the
-/// command prints: the content of `info`, `check` and `explain` for programs in other languages.
+/// Runs a subcommand with `--json` on this machine, and returns the JSON document that the
+/// subcommand prints. Programs in other languages run `info`, `check` and `explain` in this way.
 ///
 /// `words` are the words of the command line, without `--json`.
 ///

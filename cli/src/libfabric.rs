@@ -11,7 +11,7 @@ use crate::{Failure, problem::Problem};
 /// The name of the provider on the command line.
 pub(crate) const NAME: &str = "libfabric";
 
-/// A provider of libfabric whose NICs the command does not use.
+/// A provider of libfabric whose NICs the command does not use. [`why_left_out`] has the reason.
 pub(crate) const LEFT_OUT: &str = "ofi_rxd";
 
 /// Returns the reason why the command does not use the NICs of [`LEFT_OUT`].
@@ -20,14 +20,14 @@ pub(crate) fn why_left_out() -> Problem {
         .remedy("use another provider of libfabric, such as tcp;ofi_rxm")
 }
 
-/// Adds libfabric's NICs to `builder` if the NIC `name` of the command line is one of theirs:
-/// `libfabric`, `libfabric/PROVIDER` or `libfabric/PROVIDER:DOMAIN`. Otherwise libfabric is not
-/// loaded.
+/// Adds libfabric's NICs to `builder` if `name`, the NIC on the command line, is `libfabric`,
+/// `libfabric/PROVIDER` or `libfabric/PROVIDER:DOMAIN`. Otherwise libfabric is not loaded.
 ///
 /// If the library is absent, the machine lists the provider with the reason.
 ///
 /// # Errors
-/// [`Failure::Usage`] if libfabric has no provider of this name. The error lists those that it has.
+/// [`Failure::Usage`] if libfabric has no provider of this name. The error lists the providers of
+/// libfabric.
 pub(crate) fn add(builder: Builder, name: Option<&str>) -> std::result::Result<Builder, Failure> {
     let filter = match name.map(|name| name.split_once('/').unwrap_or((name, ""))) {
         Some((NAME, "")) => None,
@@ -42,7 +42,8 @@ pub(crate) fn add(builder: Builder, name: Option<&str>) -> std::result::Result<B
     }
 }
 
-/// Opens the provider for the NICs of one of libfabric's providers, or of all.
+/// Opens the provider `libfabric` with the NICs of the libfabric provider `filter`, or with the
+/// NICs of all libfabric providers for `None`.
 fn open(filter: Option<&str>) -> Result<Libfabric> {
     check_single_thread()?;
     let builder = Libfabric::builder();
@@ -56,7 +57,8 @@ fn open(filter: Option<&str>) -> Result<Libfabric> {
     unsafe { builder.build() }
 }
 
-/// Checks that this process has no other thread. A program with plug-ins may have some.
+/// Checks that this process has no other thread, which could use the environment while libfabric is
+/// opened. A program with plug-ins may have started threads.
 fn check_single_thread() -> Result<()> {
     let refuse = || Error::new(ErrorKind::Unavailable, "load library").provider(NAME);
     let tasks = fs::read_dir("/proc/self/task").map_err(|error| {

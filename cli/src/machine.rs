@@ -403,8 +403,8 @@ impl ProviderNic {
         self.open_with(hmem, DomainAttr { p2p, ..DomainAttr::default() })
     }
 
-    /// Opens a domain on the NIC with these attributes, except for the name of the NIC and the
-    /// mr_mode.
+    /// Opens a domain on the NIC with the attributes `attr`. The fields `nic` and `mr_mode` of
+    /// `attr` are replaced by the values for this NIC.
     pub(crate) fn open_with(&self, hmem: &Hmem, attr: DomainAttr) -> Result<Domain> {
         let attr = DomainAttr {
             nic: Some(self.attr.nic.name.clone()),
@@ -464,7 +464,8 @@ fn watch_simulated(simulated: &Arc<Simulated>) -> [Watch; 2] {
     ]
 }
 
-/// Allocates memory of a device, or of device 0 for `None`. The system iface allocates host memory.
+/// Allocates host memory if `iface` is the system iface. Otherwise allocates memory of `device`, or
+/// of device 0 for `None`.
 pub(crate) fn allocate(
     iface: &Arc<dyn Iface>,
     device: Option<DeviceId>,

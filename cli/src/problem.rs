@@ -169,8 +169,8 @@ impl From<&Error> for Problem {
     }
 }
 
-/// Returns the probable causes of an error as sentences. Those after the first have their remedies,
-/// because the remedy of the first is that of the error.
+/// Returns the probable causes of an error as sentences. Each cause except the first has its remedy
+/// in the sentence. The remedy of the first cause is the remedy of the error, and is left out.
 fn probable(error: &Error) -> impl Iterator<Item = String> {
     error.causes().iter().enumerate().map(|(at, cause)| match at {
         0 => format!("probably, {cause}"),
@@ -203,7 +203,7 @@ fn headline(error: &Error) -> Option<String> {
     })
 }
 
-/// Returns a name for the kind of library that the error's iface loads.
+/// Returns the name of the library that the error's iface loads, such as `CUDA driver`.
 fn product(error: &Error) -> &'static str {
     match error.iface_kind() {
         Some(IfaceKind::CUDA) => "CUDA driver",
@@ -215,8 +215,8 @@ fn product(error: &Error) -> &'static str {
     }
 }
 
-/// Returns the refused attempt whose remedy is printed. Of the attempts with a known cause, this is
-/// the first in which a driver was called, or the last if no driver was called.
+/// Returns the refused attempt whose remedy is printed: the first attempt with a known cause that
+/// called a driver. If none of them called a driver, returns the last attempt with a known cause.
 fn decisive(error: &Error) -> Option<&Attempt> {
     let mut known = error.trace().iter().filter(|attempt| attempt.cause.is_some());
     known.clone().find(|attempt| attempt.driver_called).or_else(|| known.next_back())

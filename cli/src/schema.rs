@@ -8,9 +8,9 @@ use serde_json::Value;
 
 use crate::{check, explain, info, json::SCHEMA, perf, topo};
 
-/// The schema of each command with `--json`, with the pages that describe the fields. The first
-/// page belongs to the command. Later pages belong to other commands, and describe objects that the
-/// command prints too.
+/// Returns the schema of each command with `--json`, and the pages that describe the fields. The
+/// first page is that of the command. The other pages belong to other commands, and describe
+/// objects that this command prints too.
 fn schemas() -> [(&'static str, Value, &'static [&'static str]); 6] {
     [
         ("check", schema::<check::Report>("check"), &["check"]),

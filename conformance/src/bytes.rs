@@ -43,7 +43,8 @@ fn file_id(fd: RawFd) -> Option<FileId> {
 }
 
 /// Asserts that no descriptor of an exported file stays open. `export` returns such a file, and
-/// `release` closes it. The first round may leave descriptors that later rounds use again.
+/// `release` closes it. Descriptors that are open after the first round are allowed, because later
+/// rounds may use them again.
 ///
 /// Only descriptors of exported files count, so other threads may open and close files.
 #[track_caller]

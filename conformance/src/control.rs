@@ -57,7 +57,8 @@ pub trait TestControl: Debug + Send + Sync {
     fn tells_reasons(&self) -> bool;
 }
 
-/// Controls the software NIC, also by its fault injector.
+/// Controls the software NIC. The fault injector holds, fails and counts calls. The provider sets
+/// the state of the NIC.
 impl TestControl for (Loopback, Faults) {
     fn hold(&self, call: Call) -> Option<Gate> {
         Some(self.1.hold(nic_call(call)))

@@ -93,9 +93,9 @@ impl LinkSide {
         Ok(region)
     }
 
-    /// Registers a part of the test's memory: as memory that the region owns after
-    /// `owning`, and otherwise by its addresses. Binds and enables the region if
-    /// the mode requires it.
+    /// Registers a part of the test's memory. After `owning`, the region owns the memory. Otherwise
+    /// the memory is registered by its addresses. Binds and enables the region if the mode requires
+    /// it.
     pub fn expose(&self, range: AddressRange, access: Access) -> Exposed {
         if self.owned {
             // SAFETY: the test keeps the memory for longer than its regions, and holds no

@@ -32,7 +32,7 @@ pub fn provider(
     crate::trial::all("", crate::provider::BEHAVIOURS, uncontrolled(make))
 }
 
-/// Returns a function that calls `make` and returns the provider without a control over it.
+/// Returns a function that opens a provider by `make`, without a control over the provider.
 fn uncontrolled(
     make: impl Fn() -> Result<Arc<dyn Provider>> + Send + Sync + 'static,
 ) -> impl Fn() -> Result<Subject> + Send + Sync + 'static {

@@ -40,7 +40,8 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
-    /// A domain for RMA with any mode bits.
+    /// Returns the properties of a domain for RMA. The program accepts each of the mode bits in
+    /// `mr_mode`.
     pub(crate) const fn rma(provider: &'static str) -> Self {
         Self {
             provider,

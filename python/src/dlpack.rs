@@ -29,7 +29,7 @@ struct Version {
     minor: u32,
 }
 
-/// `DLTensor`.
+/// `DLTensor` of `dlpack.h`: the memory, the type and the shape of a tensor.
 #[repr(C)]
 struct RawTensor {
     data: *mut c_void,
@@ -44,7 +44,7 @@ struct RawTensor {
     byte_offset: u64,
 }
 
-/// `DLManagedTensor`.
+/// `DLManagedTensor` of `dlpack.h`: an exported tensor, in the struct without a version.
 #[repr(C)]
 struct Unversioned {
     tensor: RawTensor,
@@ -52,7 +52,7 @@ struct Unversioned {
     deleter: Option<unsafe extern "C" fn(*mut Self)>,
 }
 
-/// `DLManagedTensorVersioned`.
+/// `DLManagedTensorVersioned` of `dlpack.h`: an exported tensor, in the struct with a version.
 #[repr(C)]
 struct Versioned {
     version: Version,
@@ -62,11 +62,12 @@ struct Versioned {
     tensor: RawTensor,
 }
 
-/// `DLPACK_FLAG_BITMASK_READ_ONLY`.
+/// `DLPACK_FLAG_BITMASK_READ_ONLY`: the flag of a tensor that must not be written.
 const READ_ONLY: u64 = 1;
-/// `DLPACK_FLAG_BITMASK_IS_COPIED`.
+/// `DLPACK_FLAG_BITMASK_IS_COPIED`: the flag of a tensor that was copied for the export.
 const IS_COPIED: u64 = 2;
-/// `DLPACK_FLAG_BITMASK_IS_SUBBYTE_TYPE_PADDED`.
+/// `DLPACK_FLAG_BITMASK_IS_SUBBYTE_TYPE_PADDED`: the flag of a tensor whose elements are shorter
+/// than a byte, and are padded to whole bytes.
 const IS_PADDED: u64 = 4;
 
 /// The start of `DLPackExchangeAPI`, up to the function that exports a tensor.
@@ -95,7 +96,8 @@ unsafe impl Sync for Tensor {}
 impl Tensor {
     /// Exports a tensor. Returns `None` if the object does not speak DLPack.
     ///
-    /// No work of a device is waited for, because a registration reads no bytes.
+    /// The export does not wait for pending work of a device, because a registration reads no
+    /// bytes.
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
         if let Some(tensor) = Self::by_exchange(object)? {
             return Ok(Some(tensor));
@@ -209,12 +211,14 @@ impl Tensor {
         self.flags() & READ_ONLY != 0
     }
 
-    /// Returns true if the memory is a copy, which the exporting library does not use.
+    /// Returns true if the tensor was copied for the export. The exporting library does not use the
+    /// copy.
     pub(crate) fn is_copied(&self) -> bool {
         self.flags() & IS_COPIED != 0
     }
 
-    /// Returns DLPack's number of the sort of device, and the number of the device.
+    /// Returns the number of the device's type in DLPack, such as [`CUDA`], and the number of the
+    /// device.
     pub(crate) fn device(&self) -> (i32, i32) {
         (self.raw().device_type, self.raw().device)
     }
@@ -285,8 +289,9 @@ struct Names {
 const VERSIONED: Names = Names { unused: c"dltensor_versioned", used: c"used_dltensor_versioned" };
 const UNVERSIONED: Names = Names { unused: c"dltensor", used: c"used_dltensor" };
 
-/// Takes the tensor out of a capsule of one name, and renames the capsule, whose destructor then
-/// leaves the tensor alone. Returns `None` if the object is no capsule of that name.
+/// Takes the tensor out of a capsule with the name `names.unused`, and renames the capsule to
+/// `names.used`. The destructor of a renamed capsule does not free the tensor. Returns `None` if
+/// the object is not a capsule with the name `names.unused`.
 fn take<T>(capsule: &Bound<'_, PyAny>, names: Names) -> PyResult<Option<NonNull<T>>> {
     let (object, unused) = (capsule.as_ptr(), names.unused.as_ptr());
     // SAFETY: the functions accept every object and every name, and the names are static. The
@@ -303,17 +308,17 @@ fn take<T>(capsule: &Bound<'_, PyAny>, names: Names) -> PyResult<Option<NonNull<
     }
 }
 
-/// `kDLCPU`.
+/// `kDLCPU`: the device type of host memory.
 pub(crate) const CPU: i32 = 1;
-/// `kDLCUDA`.
+/// `kDLCUDA`: the device type of CUDA device memory.
 pub(crate) const CUDA: i32 = 2;
-/// `kDLCUDAHost`.
+/// `kDLCUDAHost`: the device type of host memory that CUDA has pinned.
 pub(crate) const CUDA_HOST: i32 = 3;
-/// `kDLROCM`.
+/// `kDLROCM`: the device type of ROCm device memory.
 pub(crate) const ROCM: i32 = 10;
-/// `kDLROCMHost`.
+/// `kDLROCMHost`: the device type of host memory that ROCm has pinned.
 pub(crate) const ROCM_HOST: i32 = 11;
-/// `kDLCUDAManaged`.
+/// `kDLCUDAManaged`: the device type of managed memory of CUDA.
 pub(crate) const CUDA_MANAGED: i32 = 13;
-/// `kDLOneAPI`.
+/// `kDLOneAPI`: the device type of oneAPI memory.
 pub(crate) const ONE_API: i32 = 14;

@@ -1,4 +1,5 @@
-//! The entry point, and open NICs.
+//! The Python classes `hmem.Hmem`, which is the entry point, and `hmem.Domain`, which is an open
+//! NIC.
 
 #![allow(unsafe_code, reason = "builds the provider for libfabric's NICs")]
 
@@ -146,7 +147,7 @@ impl Domain {
         py.detach(|| Endpoint::new(&domain, depth)).or_raise(py)
     }
 
-    /// Executes transfers of peers, on NICs that need the program for it.
+    /// Executes requests of peers, on NICs that do so only while the program calls the library.
     fn progress(&self, py: Python<'_>) -> PyResult<usize> {
         let domain = self.open(py)?;
         py.detach(|| domain.progress()).or_raise(py)

@@ -26,8 +26,9 @@ const SIGNALS: Duration = Duration::from_millis(100);
 pub(crate) struct Open {
     endpoint: hmem::Endpoint,
     queue: Arc<dyn CompletionQueue>,
-    /// Locked only by threads that hold the global interpreter lock. They run no code of Python
-    /// under this lock: it could switch to a thread that then waits for the lock forever.
+    /// The transfers of the endpoint. A thread locks this mutex only while it holds the global
+    /// interpreter lock, and runs no Python code until it has unlocked the mutex. Python code could
+    /// switch to another thread, which would then wait for the mutex forever.
     transfers: Mutex<Transfers>,
 }
 
@@ -42,8 +43,9 @@ struct Transfers {
 }
 
 impl Transfers {
-    /// Counts completions that were read from the queue, and returns their regions. The caller
-    /// drops the regions after it has released the lock, because a drop can run code of Python.
+    /// Adds completions that were read from the queue to `done`, and returns the regions of their
+    /// transfers. The caller drops the regions after it has released the lock, because dropping a
+    /// region can run Python code.
     fn complete(&mut self, completions: Vec<Completion>) -> Vec<Arc<Held>> {
         let contexts = completions.iter().map(|completion| completion.context);
         let completed = contexts.filter_map(|context| self.in_flight.remove(&context)).collect();
@@ -51,8 +53,8 @@ impl Transfers {
         completed
     }
 
-    /// Takes the numbers of up to `count` completed transfers. Returns those before a failed
-    /// transfer, and a failed transfer alone, with its error.
+    /// Takes the numbers of up to `count` completed transfers out of `done`. Stops before a failed
+    /// transfer. If the first of them failed, returns its number with its error instead.
     fn take(&mut self, count: usize) -> Result<Vec<u64>, (u64, hmem::Error)> {
         let mut numbers = Vec::new();
         while numbers.len() < count

@@ -43,7 +43,7 @@ pub(crate) fn of_failure(py: Python<'_>, failure: &Failure) -> PyErr {
     })
 }
 
-/// Returns the exception that `make` makes, or the one that kept it from doing so.
+/// Returns the exception that `make` builds, or the exception that `make` itself raises.
 fn raised(make: impl FnOnce() -> PyResult<PyErr>) -> PyErr {
     make().unwrap_or_else(|failure| failure)
 }

@@ -28,7 +28,8 @@ pub(crate) struct Exported {
     pub(crate) holder: Holder,
 }
 
-/// A buffer, a tensor, or a reference to the object.
+/// The object that keeps the memory allocated: a buffer, a tensor, or a reference to the Python
+/// object.
 pub(crate) type Holder = Box<dyn Any + Send + Sync>;
 
 /// All rights that need no write by the NIC.
@@ -168,8 +169,8 @@ struct CudaArray {
     shape: Vec<i64>,
     /// The strides in bytes. `None` if the array is contiguous.
     strides: Option<Vec<i64>>,
-    /// The type of an element: the byte order, the sort of number, the size in bytes and, for a
-    /// time, the unit in brackets.
+    /// The type of an element: the byte order, the sort of number and the size in bytes. The type
+    /// of a date or duration ends with its unit in brackets.
     element: String,
     has_mask: bool,
 }
@@ -253,9 +254,9 @@ fn not_contiguous(shape: &[impl std::fmt::Debug], strides: String) -> Error {
     )
 }
 
-/// Returns whether elements lie one after another, the last dimension first. `element` is the size
-/// of an element in the unit of the strides. A dimension of one element has no stride that counts,
-/// and a tensor without elements is contiguous.
+/// Returns whether the elements lie one after another in memory, in row-major order. `element` is
+/// the size of an element in the unit of the strides. The stride of a dimension of one element is
+/// ignored. A tensor without elements is contiguous.
 fn is_contiguous(shape: &[i64], strides: &[i64], element: i64) -> bool {
     if shape.contains(&0) {
         return true;
@@ -279,7 +280,8 @@ fn bytes(shape: &[i64], element_bits: u64) -> hmem::Result<u64> {
         })
 }
 
-/// Returns the range of an object of a known size. Memory without an address was freed.
+/// Returns the range of an object of a known size. Fails for an object without bytes, and for an
+/// object without an address, which was freed.
 fn range(address: u64, len: u64) -> hmem::Result<AddressRange> {
     if address == 0 && len > 0 {
         return Err(refusal(

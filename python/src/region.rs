@@ -99,7 +99,8 @@ impl Held {
         }
     }
 
-    /// Ends the registration, or the lease. An error returns the value.
+    /// Deregisters the memory, or ends the lease. After a failure the error holds the registration,
+    /// which stays open.
     fn close(self, py: Python<'_>) -> Result<(), Rejected<Self>> {
         match self {
             Self::Registered(region) => match py.detach(|| region.close()) {
@@ -147,8 +148,11 @@ pub(crate) fn closed(what: &'static str) -> hmem::Error {
         .remedy("use it before it is closed")
 }
 
-/// Takes the only reference to a value, which `close` closes. The slot gets the value back if there
-/// are other references, whose reason is `why`, or if `close` fails.
+/// Closes the value in `slot` by `close`, and empties the slot. Does nothing for an empty slot.
+///
+/// # Errors
+/// Busy, with the reason `why`, if there are other references to the value. The error of `close`.
+/// After an error the value is in the slot again.
 pub(crate) fn close_only<T>(
     slot: &Mutex<Option<Arc<T>>>,
     why: &'static str,

@@ -75,7 +75,7 @@ impl MemorySort {
         }
     }
 
-    /// Returns whether a NIC accesses this memory as host pages.
+    /// Returns whether the CPU can access this memory, so that NICs reach it as host pages.
     pub(super) fn is_host(&self) -> bool {
         match self {
             Self::Allocated { kind, .. } => kind.cpu_accessible(),

@@ -35,9 +35,9 @@ use crate::{
 /// The length of one transfer and its position in a larger region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Length of each of the two unregistered parts of the allocation, before and after the region,
-    /// in bytes. Only borrowed host memory and memory of device ifaces have such parts. Other
-    /// memory is registered whole.
+    /// Length in bytes of the unregistered part of the allocation before the region. The part after
+    /// the region has the same length. Only borrowed host memory and memory of device ifaces have
+    /// such parts. Other memory is registered whole.
     pub margin: u64,
     /// Offset of the transfer from the start of the region, in bytes.
     pub offset: u64,

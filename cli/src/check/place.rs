@@ -18,8 +18,8 @@ use rustix::param::page_size;
 pub(super) struct HostPage {
     /// The address of the page; null if none is mapped.
     at: *mut libc::c_void,
-    /// The imported monitor, which this value notifies of each change; `None` for other monitors,
-    /// which detect changes themselves.
+    /// The monitor that this page must notify of each change; `None` for a monitor that detects
+    /// changes itself.
     import: Option<Arc<ImportMonitor>>,
 }
 

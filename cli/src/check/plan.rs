@@ -26,7 +26,7 @@ pub(super) enum PathVariant {
 }
 
 impl PathVariant {
-    /// Returns the path that the path decision must choose.
+    /// Returns the path that a registration must take for the check to succeed.
     pub(super) const fn path(self) -> Path {
         match self {
             Self::Host => Path::PlainHost,

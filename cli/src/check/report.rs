@@ -87,7 +87,7 @@ impl Report {
             && self.outcomes().all(|verified| verified)
     }
 
-    /// Returns one value for each row of combinations and of monitors: true if it is verified.
+    /// Returns whether each combination and each monitor is verified, one value for each.
     fn outcomes(&self) -> impl Iterator<Item = bool> {
         self.rows.iter().map(|row| row.verified).chain(self.stale.iter().map(|row| row.verified))
     }

@@ -33,7 +33,7 @@ const ADDEND: u64 = 0x0101_0101_0101_0101;
 
 /// The reason why a combination ended early.
 enum Ended {
-    /// The machine does not support the combination, or lacks the resources for this size.
+    /// The machine does not support the combination, or lacks the resources for the transfer size.
     Unsupported(Error),
     /// The combination failed although the machine supports it.
     Failed(String),

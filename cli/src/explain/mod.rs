@@ -54,8 +54,8 @@ pub fn explain_nic(
     explain_nics(machine, &[nic], &args)
 }
 
-/// Explains the selected memory with each of `nics`. The name in `args.nic` selects the unavailable
-/// NICs to list.
+/// Explains the selected memory with each of `nics`. `args.nic` does not restrict `nics`: it
+/// selects the unavailable NICs that the report lists as skipped.
 fn explain_nics(
     machine: &Machine,
     nics: &[&ProviderNic],

@@ -38,8 +38,8 @@ pub struct PointerEntry {
     pub sort: String,
     /// The iface that owns the memory of `foreign`; null for other sorts.
     pub owner: Option<String>,
-    /// The outcome: `registered`, `refused`, or `allowed` (registered, and valid on this NIC
-    /// although the address has no pages).
+    /// The outcome: `registered`, `refused`, or `allowed` for a range without pages that this NIC
+    /// may register.
     pub outcome: &'static str,
     /// True if the outcome is correct for the sort of pointer.
     pub correct: bool,
@@ -252,8 +252,8 @@ fn entry(
     entry
 }
 
-/// Returns whether a range without pages may be registered: `pair` is of host memory, `sort` is not
-/// `Foreign`, and the domain's mr_mode permits addresses without pages.
+/// Returns whether the NIC may register a range that has no pages. The pair must have host memory,
+/// `sort` must not be `Foreign`, and the domain's mr_mode must permit addresses without pages.
 fn may_lack_pages(pair: &Pair<'_>, sort: PointerSort, domain: &Domain) -> bool {
     let mode = domain.mr_mode();
     pair.iface.kind() == IfaceKind::SYSTEM

@@ -185,7 +185,7 @@ pub struct NicEntry {
     pub provider: String,
     /// The name of the NIC in its provider.
     pub nic: String,
-    /// True for the loopback NICs; false for the NICs of libfabric.
+    /// True for a loopback NIC; false for every other NIC, also for software NICs of libfabric.
     pub software: bool,
     /// A short description of the NIC.
     pub note: String,

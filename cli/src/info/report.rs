@@ -149,14 +149,14 @@ fn list<T: AsRef<str>>(names: &[T]) -> String {
     list_or("none", names)
 }
 
-/// Lists the pairs of [`NicEntry::order`] that have names of three letters, or returns `all` for
-/// all nine of them. Longer names, of pairs of only RMA or only atomics, are left out.
+/// Lists the pairs of [`NicEntry::order`] whose names have three letters, or returns `all` if all
+/// nine such pairs are there. Pairs of only RMA or only atomics have longer names and are left out.
 fn order(nic: &NicEntry) -> String {
     let pairs: Vec<_> = nic.order.iter().filter(|name| name.len() == 3).cloned().collect();
     if pairs.len() == 9 { "all".to_owned() } else { list(&pairs) }
 }
 
-/// Returns whether the NIC is hardware. A NIC of libfabric is hardware if it has a PCI address.
+/// Returns `hardware` or `software`. A NIC of libfabric is hardware if it has a PCI address.
 fn kind(nic: &NicEntry) -> String {
     let of_libfabric = nic.provider == libfabric::NAME && nic.pci_bus_id.is_none();
     if nic.software || of_libfabric { "software" } else { "hardware" }.to_owned()
@@ -279,8 +279,8 @@ fn p2p(out: &mut dyn Write, entries: &[P2pEntry], style: Style) -> io::Result<()
 /// A label such as `to use dma-buf:`, and the remedy that it introduces.
 type Advice = (String, String);
 
-/// Returns the reason for a path, and the advice for each refused path. The reason is a problem
-/// whose causes are the refused paths. The errors of refused paths are only in the JSON output.
+/// Returns the reason for a path as a problem, and the advice for each refused path. The refused
+/// paths are the causes of the problem. Their errors are only in the JSON output.
 fn reason(entry: &P2pEntry) -> (Problem, Vec<Advice>) {
     let headline = format!("{}: {}", entry.path.unwrap_or("none"), entry.reason);
     let refused = entry.trace.iter().filter(|_| entry.path.is_some());

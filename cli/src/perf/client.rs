@@ -92,8 +92,8 @@ fn converse(
 }
 
 /// Registers memory with the write ordering `order`, connects to the server, and measures all
-/// sizes. The server registers its memory with this ordering too. Adds the rows to the report,
-/// which the call for the first ordering creates.
+/// sizes. The server registers its memory with this ordering too. Adds the rows to the report. The
+/// call for the first ordering creates the report.
 fn measure_in_order(
     config: &EndConfig<'_>,
     plan: &Plan,
@@ -325,8 +325,9 @@ impl Client<'_> {
         }
     }
 
-    /// Posts one transfer. `slice` is the client's slot of number `slot`. A message goes to the
-    /// next receive of the server. Other transfers use the server's slot of the same number.
+    /// Posts one transfer. `slice` is slot number `slot` of the client's memory. A message goes to
+    /// the next receive that the server has posted. Other transfers use the slot with this number
+    /// in the server's memory.
     fn post(&self, layout: Layout, slot: u64, slice: RegionSlice, context: u64) -> Result<()> {
         let endpoint = &self.end.endpoint;
         let Some(key) = &self.key else {

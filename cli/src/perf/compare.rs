@@ -1,8 +1,9 @@
 //! `hmem perf --compare-paths`: measures each path between a device's memory and a NIC.
 //!
-//! The client's memory is the device's, and the server's memory is host memory in this process. So
-//! only one path is measured at a time, and staged memory works on NICs whose peers cannot reach
-//! it. Writes let the NIC read the device's memory, and reads let the NIC write it.
+//! The client uses memory of the device. The server uses host memory, and runs in the same process.
+//! So each measurement uses one path only. Staged memory is measured too on NICs whose peers cannot
+//! reach staged memory. In writes the NIC reads the device's memory. In reads the NIC writes the
+//! device's memory.
 
 use std::io::{self, Write};
 
@@ -43,7 +44,8 @@ pub struct Comparison {
     pub bytes: u64,
     /// The measured paths, in the order of the measurements.
     pub paths: Vec<Measured>,
-    /// The setting that lists the direct paths that were faster than staged copies, fastest first.
+    /// The setting that lists the direct paths that are not slower than staged copies, fastest
+    /// first.
     pub setting: String,
 }
 
@@ -199,7 +201,7 @@ pub(super) fn text(out: &mut dyn Write, found: &Comparison, style: Style) -> io:
     writeln!(out)
 }
 
-/// Returns the problem of a comparison of paths of host memory.
+/// Returns the problem to report if `--compare-paths` is used with host memory.
 pub(super) fn host_memory() -> Problem {
     Problem::new("host memory has one path only")
         .remedy("name the iface of a device (--iface, --device); `hmem info` lists the ifaces")

@@ -34,8 +34,8 @@ pub(super) struct EndConfig<'a> {
     pub(super) nic: &'a ProviderNic,
     pub(super) iface: &'a Arc<dyn Iface>,
     pub(super) device: DeviceId,
-    /// The direct paths of the domain ([`DomainAttr::direct_paths`]), of which one must work if the
-    /// list is not empty; `None` for the default order and policy.
+    /// The direct paths that the domain may use ([`DomainAttr::direct_paths`]). One of them must
+    /// work, unless the list is empty. `None` means the default order and policy.
     pub(super) direct_paths: Option<&'a [DirectPath]>,
     /// True to count and time the registrations, for the report.
     pub(super) metrics: bool,
@@ -53,8 +53,8 @@ pub(super) struct End {
     pub(super) domain: Domain,
     /// The description that reports print and the other side receives.
     pub(super) side: EndDescription,
-    /// True if the NIC moves bytes only while this side polls, also those that the other side's
-    /// requests move.
+    /// True if the NIC moves bytes only while this side polls. Without polls, the requests of the
+    /// other side do not move bytes either.
     polls: bool,
 }
 
@@ -117,8 +117,8 @@ impl End {
         Ok(TransferRegion { region: Some(region), keeps_memory: self.region.keeps_memory })
     }
 
-    /// Returns the next message of the other side, as [`Peer::receive`] does. Polls until it
-    /// arrives if the NIC needs that.
+    /// Returns the next message of the other side, as [`Peer::receive`] does. If the NIC moves
+    /// bytes only while this side polls, polls until the message arrives.
     pub(super) fn receive(&self, peer: &mut Peer, wanted: &'static str) -> Result<Message> {
         let until = Instant::now() + PATIENCE;
         while self.polls && Instant::now() < until && !peer.has_spoken()? {
@@ -167,9 +167,9 @@ impl End {
     }
 }
 
-/// A region that transfers use. If the value is dropped, a transfer may still be in progress:
-/// libfabric's software providers end none. So the memory on a NIC of libfabric is freed by
-/// [`Self::close`] only.
+/// A region that transfers use. On a NIC of libfabric, dropping the value closes the region but
+/// does not free the memory: libfabric's software providers do not end transfers, so a transfer may
+/// still use the memory. On these NICs only [`Self::close`] frees the memory.
 #[derive(Debug)]
 pub(super) struct TransferRegion<M: Memory> {
     /// The region; `None` once it is closed.
@@ -183,7 +183,8 @@ impl<M: Memory> TransferRegion<M> {
         Self { region: Some(region), keeps_memory: nic.is_of_libfabric() }
     }
 
-    /// Closes the region and frees its memory. No transfer uses the region any more.
+    /// Closes the region and frees its memory. The caller has ended all transfers that use the
+    /// region.
     pub(super) fn close(mut self) -> Result<()> {
         if let Some(region) = self.region.take() {
             drop(region.close()?);
@@ -234,7 +235,7 @@ impl Idle {
         Self { turns: 0, since: now, looked: now }
     }
 
-    /// Records that the side had work. The next wait is the first one again.
+    /// Records that the side had work, and restarts the count of waits.
     pub(super) fn busy(&mut self) {
         self.turns = 0;
     }

@@ -7,8 +7,9 @@ use crate::{args::PerfOp, check::pattern};
 /// Maximum total length of the slots, in bytes, if there are several. Slots of this total length
 /// fit into the caches of a processor, as the buffers of a typical application do.
 const BUDGET: u64 = 4 << 20;
-/// Alignment of slots for this many bytes or more. It is one value for machines of every page size,
-/// so that both sides compute the same offsets. Smaller slots are aligned to [`LINE`].
+/// Alignment of slots for transfers of this many bytes or more. Both sides use this number,
+/// whatever their page sizes, and so compute the same offsets. Smaller slots are aligned to
+/// [`LINE`].
 const BLOCK: u64 = 4096;
 /// Length of a cache line.
 const LINE: u64 = 64;

@@ -159,9 +159,9 @@ struct LiveReport<'a> {
     measurements: usize,
     /// Number of measurements that have started.
     started: usize,
-    /// The report without results, and the depth of the bandwidth measurement; `None` until the
-    /// sides are connected, and after the heading is printed. The heading is printed before the
-    /// first row, so a measurement that fails earlier prints no heading.
+    /// The heading to print before the first row: the report without results, and the depth of the
+    /// bandwidth measurement. `None` before the sides are connected, and after the heading is
+    /// printed. A measurement that fails before the first row prints no heading.
     heading: Option<(Report, Option<u32>)>,
     /// The write ordering of the last printed row; `None` before the first row.
     ordering: Option<Order>,
@@ -206,7 +206,7 @@ impl LiveReport<'_> {
 /// Serves one client, or many one after another if `persistent` is true, and prints each report.
 ///
 /// A persistent server prints the error of a client on stderr and serves the next client. Only an
-/// error of `print` ends it.
+/// error of `print` ends the server.
 fn serve(
     config: &EndConfig<'_>,
     listener: TcpListener,
@@ -457,10 +457,9 @@ mod tests {
         }
     }
 
-    /// LIFE-12
-    ///
-    /// The client of a fetch-add registers its memory and an addend, and the server its memory, in
-    /// a domain for each ordering.
+    /// Requirement LIFE-12: each side reports the registrations of its own domains, one domain for
+    /// each ordering. For fetch-adds, the client registers its memory and an addend, and the server
+    /// registers its memory.
     #[test]
     fn each_side_reports_the_counts_of_its_own_domains() {
         let machine = Machine::find(Hmem::builder()).expect("the software NIC at least");

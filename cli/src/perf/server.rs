@@ -71,9 +71,9 @@ fn converse(config: &EndConfig<'_>, peer: &mut Peer, mut request: Request) -> Re
     }
 }
 
-/// Serves the measurements of one request. Then the client sends its results or another request,
-/// for another write ordering. Returns the report or that request. Adds the counts of the domain to
-/// `metrics`.
+/// Serves the measurements of one request, and adds the counts of the domain to `metrics`. Returns
+/// the report if the client then sends its results. Returns the next request if the client asks for
+/// another write ordering.
 fn serve_request(
     config: &EndConfig<'_>,
     peer: &mut Peer,

@@ -22,8 +22,8 @@ const MAGIC: [u8; 8] = *b"hmemperf";
 /// Maximum length of a message, in bytes.
 const LIMIT: usize = 256 << 10;
 
-/// The timeout of the greeting, of the client's request and of each write. It also applies to a
-/// message that has begun to arrive while a side polls for completions.
+/// The timeout of the greeting, of the client's request and of each write. If a message begins to
+/// arrive while a side polls for completions, the rest of the message has this timeout too.
 pub(super) const HANDSHAKE: Duration = Duration::from_secs(10);
 /// The timeout of each message that a side awaits after the request, and of a completion.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);

@@ -76,8 +76,8 @@ pub(super) fn print(out: &mut dyn Write, topology: &Topology, style: Style) -> i
 /// Width of the first column, including its indent. It has PCI addresses such as `0000:3b:00.0`.
 const DEVICE: usize = 14;
 
-/// Splits the columns of NICs into parts that each fit into a line of `line` characters. If one of
-/// the columns does not fit, returns a single part, which is printed as lists.
+/// Splits the columns of NICs into groups whose tables each fit into lines of `line` characters. If
+/// one column alone does not fit, returns all columns as one group, which is printed as lists.
 fn parts(columns: &[(BusId, String)], line: usize) -> Vec<&[(BusId, String)]> {
     // No distance is wider than `NODE*`.
     let width = |name: &str| 1 + name.chars().count().max(5);

@@ -25,8 +25,8 @@ use crate::{
     table::{Style, Tone, abbreviated, grouped, list_or},
 };
 
-/// Reads the topology, draws and records it as the arguments ask, and prints it as JSON or text.
-/// The names of the written files replace the text.
+/// Reads the topology, draws and records it as the arguments ask, and prints it as JSON or text. If
+/// files are written, their names are printed instead of the text.
 ///
 /// # Errors
 /// [`Failure::Failed`] for a tree that cannot be read or a file that cannot be written;

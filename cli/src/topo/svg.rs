@@ -13,8 +13,8 @@ const PITCH: usize = 108;
 /// Width and height of the box of a device or NIC, in pixels.
 const BOX: (usize, usize) = (96, 46);
 const MARGIN: usize = 28;
-/// Vertical position of the legend, in pixels. The next two constants are the positions of the
-/// devices and of the NICs.
+/// Vertical position of the legend, in pixels. `DEVICES` and `NICS` are the vertical positions of
+/// the two rows of boxes.
 const LEGEND: usize = 74;
 const DEVICES: usize = 158;
 const NICS: usize = 474;

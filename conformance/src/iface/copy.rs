@@ -92,8 +92,8 @@ pub(super) fn copy_past_an_allocation_is_refused(iface: &Arc<dyn Iface>) -> Outc
     Ok(())
 }
 
-/// Asserts that the iface refuses to copy `len` bytes to a buffer at `offset`, and from there. The
-/// caller passes a range that ends past the allocation.
+/// Asserts that the iface refuses to copy `len` bytes between host memory and the buffer from
+/// `offset` on, in both directions. The caller passes a range that ends past the allocation.
 fn assert_copies_past_the_end_are_refused(
     iface: &Arc<dyn Iface>,
     buffer: &DeviceBuffer,

@@ -92,9 +92,9 @@ impl Watcher<AtomicU64> {
     }
 }
 
-/// Maximum time for which a notification waits until another thread has queried or allocated
-/// memory. Without a maximum, an iface that holds a lock while it notifies would block both
-/// threads.
+/// Maximum time for which a reaction waits, inside a notification, for another thread that queries
+/// or allocates memory. Without a maximum, an iface that holds a lock while it notifies would block
+/// both threads.
 const ANSWER_TIME: Duration = Duration::from_millis(100);
 
 /// Queries the iface for an address at the end of each change.

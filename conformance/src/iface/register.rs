@@ -1,4 +1,4 @@
-//! Behaviours of memory of the iface that is registered with the software NIC.
+//! Behaviours of the iface's memory when it is registered with the software NIC.
 
 #![allow(unsafe_code, reason = "registers by address, and implements a counting iface")]
 
@@ -55,7 +55,7 @@ fn open(iface: &Arc<dyn Iface>, p2p: P2pPolicy) -> Domain {
         .expect("open a domain")
 }
 
-/// Returns a registry of host memory and the iface.
+/// Returns a registry with the iface under test and the iface of host memory.
 fn registry(iface: &Arc<dyn Iface>) -> Arc<Registry> {
     let mut registry = Registry::new();
     if iface.kind() != IfaceKind::SYSTEM {

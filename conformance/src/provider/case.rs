@@ -211,9 +211,9 @@ pub(super) mod needs {
         });
     pub(in super::super) const BY_HAND: Need =
         need("the NIC makes progress of its own", Case::by_hand);
-    /// The cases for behaviours that take long. With test control, the NIC makes progress by calls
-    /// and requires no mr_mode bit. Without test control, the memory is host memory that no region
-    /// owns.
+    /// The cases for behaviours that take long. With test control, these are the cases whose NIC
+    /// makes progress by calls and requires no mr_mode bit. Without test control, these are the
+    /// cases with host memory that no region owns.
     pub(in super::super) const LONG: Need =
         need("five rounds show it in this mode and memory", |case| match case.control {
             Some(_) => case.by_hand() && case.attr.required_mr_mode.is_empty(),

@@ -93,7 +93,8 @@ impl DerefMut for CaseLink {
     }
 }
 
-/// A guard that sets a flag on drop.
+/// A guard that sets a flag on drop, so that the thread of [`CaseLink::driven`] ends after a panic
+/// of the test too.
 struct Ending<'a>(&'a AtomicBool);
 
 impl Drop for Ending<'_> {

@@ -38,8 +38,8 @@ behaviours! {
     /// Requirements MR-01, P2P-06 and BNC-03: a write by a peer changes exactly the bytes that it
     /// names, and a read returns them, over each path.
     write_and_read_move_exactly_the_named_bytes;
-    /// Requirements BNC-01 and FAB-10: device memory of the initiator and of the target moves by
-    /// staged copies of its own side: by writes, reads and messages.
+    /// Requirements BNC-01 and FAB-10: writes, reads and messages move device memory by staged
+    /// copies, at the initiator and at the target. Each side copies its own memory.
     device_memory_of_either_side_moves_by_staged_copies, ONCE;
     /// Requirement MR-03: peers address a region of several ranges as one sequence of bytes, in the
     /// order of the ranges.
@@ -211,15 +211,17 @@ behaviours! {
     /// Requirement MR-11: domains, endpoints and regions leave no file descriptor open after they
     /// are dropped.
     opening_and_closing_leaks_no_fd, ONCE;
+    /// Requirement LIFE-08: after the loss of a NIC, each pending receive ends with one error, and
+    /// new calls fail with Unavailable. All open objects can still be closed.
+    lost_nic_ends_requests_and_refuses_calls, CONTROL;
+    /// Requirement LIFE-08: requests fail with Unreachable while the port is down, and succeed once
+    /// the port is up again. The domain reports both changes.
+    requests_fail_while_the_port_is_down, CONTROL;
+    /// Requirement LIFE-09: memory of a lost NIC can be registered again in another domain. A peer
+    /// learns the new key from the key feed, and the old generation is refused.
+    memory_of_a_lost_nic_is_registered_again_with_a_new_key, CONTROL, PLAIN_KEYS;
     /// Requirements KEY-01 and KEY-02: no two live regions have the same key, whether the
     /// application or the provider chose the keys.
-    /// Requirement LIFE-08
-    lost_nic_ends_requests_and_refuses_calls, CONTROL;
-    /// Requirement LIFE-08
-    requests_fail_while_the_port_is_down, CONTROL;
-    /// Requirement LIFE-09
-    memory_of_a_lost_nic_is_registered_again_with_a_new_key, CONTROL, PLAIN_KEYS;
-    /// Requirements KEY-01 and KEY-02
     live_regions_have_keys_of_their_own;
     /// Requirement KEY-01: a requested key of `u64::MAX`, or with more bits than the NIC's keys
     /// have, fails with KeyRejected.

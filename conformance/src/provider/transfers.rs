@@ -50,7 +50,8 @@ pub(super) fn write_and_read_move_exactly_the_named_bytes(case: &Case) {
     }
 }
 
-/// Staged memory needs no right for peers: its own side writes, reads and exchanges messages.
+/// Tests staged copies at the initiator and at the target. Staged memory needs no right for peers,
+/// because only its own side uses it in requests.
 pub(super) fn device_memory_of_either_side_moves_by_staged_copies(case: &Case) -> Outcome {
     if !case.attr.imports.staged {
         return skip("the NIC has no staged copies");
