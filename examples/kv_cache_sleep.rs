@@ -117,7 +117,7 @@ impl<'a> Cache<'a> {
     }
 }
 
-/// Lets the cache wake, grow and sleep.
+/// Runs all cycles of the engine: the cache wakes, grows and sleeps in each cycle.
 fn run_engine(mut cache: Cache<'_>, messages: &Messages) -> Result<(), Failure> {
     for cycle in 0..CYCLES {
         for count in 1..=2 + cycle % (BLOCKS - 1) {

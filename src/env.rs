@@ -32,7 +32,8 @@ pub(crate) const CACHE_MONITORS: [(&str, IfaceKind); 3] = [
     ("FI_MR_ZE_CACHE_MONITOR_ENABLED", IfaceKind::ZE),
 ];
 
-/// Returns the cache settings of the builder. Settings that are `None` come from the environment.
+/// Returns the cache settings of the builder, and those of the environment where the builder has
+/// none.
 pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
     let mut cache = by_builder.clone();
     if cache.max_count.is_none() {

@@ -545,10 +545,11 @@ struct hmem_error *hmem_domain_open(const struct hmem_library *library,
  * HMEM_OPEN_WITHOUT_NICS is set.
  *
  * The caller promises:
- * `library` is null, or a library that is not closed during the call. `pd` is null, or a
- * protection domain of the `libibverbs.so.1` of this process that stays allocated until
- * `attr->release` is called (until the end of the process without such a function). `attr` is
- * null, or a structure of the size that it states. `domain` is null or writable.
+ * - `library` is null, or a library that is not closed during the call.
+ * - `pd` is null, or a protection domain of the `libibverbs.so.1` of this process. The protection
+ *   domain stays allocated until `attr->release` is called. Without this function, it stays
+ *   allocated until the process ends.
+ * - `attr` is null, or a structure of the size that it states. `domain` is null or writable.
  */
 struct hmem_error *hmem_domain_open_pd(const struct hmem_library *library,
                                        struct ibv_pd *pd,
@@ -564,8 +565,8 @@ struct hmem_error *hmem_domain_open_pd(const struct hmem_library *library,
  *
  * The caller promises:
  * - `library` is null, or a library that is not closed during the call.
- * - `fabric` is null, or a domain of the `libfabric.so.1` of this process that stays open until
- *   `attr->release` is called (until the end of the process without such a function).
+ * - `fabric` is null, or a domain of the `libfabric.so.1` of this process. The domain stays open
+ *   until `attr->release` is called. Without this function, it stays open until the process ends.
  * - `info` is null, or the `fi_info` of the domain, and valid during the call.
  * - The domain was opened with FI_THREAD_SAFE, or no call of the program for the domain runs at
  *   the same time as a call of this library.
@@ -861,11 +862,11 @@ struct hmem_error *hmem_region_decision(const struct hmem_region *region, char *
 struct hmem_error *hmem_region_local_key(const struct hmem_region *region, uint64_t *key);
 
 /**
- * Stores the number of the remote key of a region in `*key` (the rkey of verbs), and the address
- * by which peers name the first byte in `*base`, which may be null.
+ * Stores the number of the remote key of a region in `*key`: the rkey of verbs, for example.
+ * Stores the address that peers use for the first byte in `*base`. `base` may be null.
  *
- * Fails with HMEM_KIND_UNSUPPORTED for a region with several keys. `hmem_region_key_bytes` has
- * them.
+ * Fails with HMEM_KIND_UNSUPPORTED for a region with several keys. `hmem_region_key_bytes` returns
+ * all keys.
  *
  * The caller promises:
  * `region` is null, or a region that is not closed during the call. `key` and `base` are null or
@@ -891,9 +892,9 @@ struct hmem_error *hmem_region_key_bytes(const struct hmem_region *region,
                                          size_t *length);
 
 /**
- * Copies the raw key of a region to `buffer` (`fi_mr_raw_attr`), with the rules of
- * `hmem_region_key_bytes`. Stores the address by which peers name the first byte in `*base`, which
- * may be null.
+ * Copies the raw key of a region to `buffer`, as `fi_mr_raw_attr` does. `buffer` and `length` have
+ * the rules of `hmem_region_key_bytes`. Stores the address that peers use for the first byte in
+ * `*base`. `base` may be null.
  *
  * The caller promises:
  * `region` is null, or a region that is not closed during the call. `length` and `base` are null
@@ -962,8 +963,8 @@ struct hmem_error *hmem_window_bind(const struct hmem_window *window,
 struct hmem_error *hmem_window_unbind(const struct hmem_window *window);
 
 /**
- * Stores the number of the key of a bound window in `*key`, and the address by which peers name
- * the first byte in `*base`, which may be null.
+ * Stores the number of the key of a bound window in `*key`. Stores the address that peers use for
+ * the first byte in `*base`. `base` may be null.
  *
  * The caller promises:
  * `window` is null, or a window that is not closed during the call. `key` and `base` are null or
@@ -974,7 +975,8 @@ struct hmem_error *hmem_window_remote_key(const struct hmem_window *window,
                                           uint64_t *base);
 
 /**
- * Copies the key of a bound window to `buffer`, with the rules of `hmem_region_key_bytes`.
+ * Copies the key of a bound window to `buffer`. `buffer` and `length` have the rules of
+ * `hmem_region_key_bytes`.
  *
  * The caller promises:
  * `window` is null, or a window that is not closed during the call. `length` is null or writable.

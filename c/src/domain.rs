@@ -262,10 +262,11 @@ pub unsafe extern "C" fn hmem_domain_open(
 /// HMEM_OPEN_WITHOUT_NICS is set.
 ///
 /// # Safety
-/// `library` is null, or a library that is not closed during the call. `pd` is null, or a
-/// protection domain of the `libibverbs.so.1` of this process that stays allocated until
-/// `attr->release` is called (until the end of the process without such a function). `attr` is
-/// null, or a structure of the size that it states. `domain` is null or writable.
+/// - `library` is null, or a library that is not closed during the call.
+/// - `pd` is null, or a protection domain of the `libibverbs.so.1` of this process. The protection
+///   domain stays allocated until `attr->release` is called. Without this function, it stays
+///   allocated until the process ends.
+/// - `attr` is null, or a structure of the size that it states. `domain` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_domain_open_pd(
     library: *const hmem_library,
@@ -297,8 +298,8 @@ pub unsafe extern "C" fn hmem_domain_open_pd(
 ///
 /// # Safety
 /// - `library` is null, or a library that is not closed during the call.
-/// - `fabric` is null, or a domain of the `libfabric.so.1` of this process that stays open until
-///   `attr->release` is called (until the end of the process without such a function).
+/// - `fabric` is null, or a domain of the `libfabric.so.1` of this process. The domain stays open
+///   until `attr->release` is called. Without this function, it stays open until the process ends.
 /// - `info` is null, or the `fi_info` of the domain, and valid during the call.
 /// - The domain was opened with FI_THREAD_SAFE, or no call of the program for the domain runs at
 ///   the same time as a call of this library.

@@ -375,11 +375,11 @@ pub unsafe extern "C" fn hmem_region_local_key(
     })
 }
 
-/// Stores the number of the remote key of a region in `*key` (the rkey of verbs), and the address
-/// by which peers name the first byte in `*base`, which may be null.
+/// Stores the number of the remote key of a region in `*key`: the rkey of verbs, for example.
+/// Stores the address that peers use for the first byte in `*base`. `base` may be null.
 ///
-/// Fails with HMEM_KIND_UNSUPPORTED for a region with several keys. `hmem_region_key_bytes` has
-/// them.
+/// Fails with HMEM_KIND_UNSUPPORTED for a region with several keys. `hmem_region_key_bytes` returns
+/// all keys.
 ///
 /// # Safety
 /// `region` is null, or a region that is not closed during the call. `key` and `base` are null or
@@ -436,9 +436,9 @@ pub unsafe extern "C" fn hmem_region_key_bytes(
     })
 }
 
-/// Copies the raw key of a region to `buffer` (`fi_mr_raw_attr`), with the rules of
-/// `hmem_region_key_bytes`. Stores the address by which peers name the first byte in `*base`, which
-/// may be null.
+/// Copies the raw key of a region to `buffer`, as `fi_mr_raw_attr` does. `buffer` and `length` have
+/// the rules of `hmem_region_key_bytes`. Stores the address that peers use for the first byte in
+/// `*base`. `base` may be null.
 ///
 /// # Safety
 /// `region` is null, or a region that is not closed during the call. `length` and `base` are null

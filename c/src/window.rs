@@ -93,8 +93,8 @@ pub unsafe extern "C" fn hmem_window_unbind(window: *const hmem_window) -> *mut 
     })
 }
 
-/// Stores the number of the key of a bound window in `*key`, and the address by which peers name
-/// the first byte in `*base`, which may be null.
+/// Stores the number of the key of a bound window in `*key`. Stores the address that peers use for
+/// the first byte in `*base`. `base` may be null.
 ///
 /// # Safety
 /// `window` is null, or a window that is not closed during the call. `key` and `base` are null or
@@ -113,7 +113,8 @@ pub unsafe extern "C" fn hmem_window_remote_key(
     })
 }
 
-/// Copies the key of a bound window to `buffer`, with the rules of `hmem_region_key_bytes`.
+/// Copies the key of a bound window to `buffer`. `buffer` and `length` have the rules of
+/// `hmem_region_key_bytes`.
 ///
 /// # Safety
 /// `window` is null, or a window that is not closed during the call. `length` is null or writable.

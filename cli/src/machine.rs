@@ -86,9 +86,8 @@ impl Absent {
         }
     }
 
-    /// Returns whether to report this item to a user who selects `name`. `opened` is true if an
-    /// available NIC has that name or belongs to the provider `name`. The item is reported if it
-    /// is:
+    /// Returns whether to report this item to a user who selects `name`. `opened` is true if `name`
+    /// selects an available NIC. These items are reported:
     ///
     /// - the item `name`;
     /// - a NIC of the provider `name`;
@@ -305,7 +304,7 @@ impl Machine {
         }
     }
 
-    /// Returns an error of `step` as a problem. If a limit of this process or container explains
+    /// Converts an error of `step` to a problem. If a limit of this process or container explains
     /// the error, the problem has the probable cause and a remedy.
     pub(crate) fn explained(&self, step: Step, error: &Error) -> Problem {
         let problem = Problem::from(error);

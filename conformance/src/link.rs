@@ -298,7 +298,7 @@ impl Link {
         memory
     }
 
-    /// Allocates memory like [`bytes`](Self::bytes) and fills it with `bytes`.
+    /// Allocates memory as [`Self::bytes`] does, and copies the argument `bytes` to the memory.
     pub fn filled(&self, bytes: &[u8]) -> Bytes {
         let memory = self.bytes(bytes.len());
         memory.put(0, bytes);

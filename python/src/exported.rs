@@ -24,7 +24,7 @@ pub(crate) struct Exported {
     /// The iface and the device that the object names as the owner of the memory. `None` for host
     /// memory.
     pub(crate) owner: Option<(IfaceKind, Option<DeviceId>)>,
-    /// The export, which keeps the memory allocated.
+    /// The object that keeps the memory allocated.
     pub(crate) holder: Holder,
 }
 
@@ -223,8 +223,8 @@ fn buffer_of(object: &Bound<'_, PyAny>) -> Option<PyResult<PyUntypedBuffer>> {
     })
 }
 
-/// Returns whether elements of a buffer's format contain references to Python objects. The names of
-/// fields are between colons.
+/// Returns whether a buffer's format has elements that are references to Python objects. The name
+/// of a field stands between colons in the format, and is skipped.
 fn has_references(format: &CStr) -> bool {
     let mut types = format.to_bytes().split(|byte| *byte == b':').step_by(2);
     types.any(|part| part.contains(&b'O'))

@@ -91,7 +91,7 @@ impl Held {
         }
     }
 
-    /// Returns a part for a transfer.
+    /// Returns a part of the registered memory, for a transfer.
     pub(crate) fn slice(&self, offset: u64, len: u64) -> hmem::Result<RegionSlice> {
         match self {
             Self::Registered(region) => region.slice(offset, len),
@@ -124,7 +124,8 @@ impl Held {
 /// A registered object: `hmem.Region`.
 #[pyclass(frozen, module = "hmem")]
 pub(crate) struct Region {
-    /// `None` once the region is closed. Transfers in flight have further references.
+    /// The registration; `None` once the region is closed. Each transfer in flight has a further
+    /// reference to the registration, and the region cannot be closed meanwhile.
     held: Mutex<Option<Arc<Held>>>,
 }
 

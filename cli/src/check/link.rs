@@ -25,7 +25,8 @@ pub(super) struct Link<'a> {
     target: Endpoint,
     /// The address of `target`, for requests of `initiator`.
     peer: PeerId,
-    /// Number of posted transfers. It is also the context of the last posted transfer.
+    /// Number of posted transfers. Transfers are numbered from 1, and the number of a transfer is
+    /// its context.
     posted: Cell<u64>,
     /// Number of transfers whose completion was read.
     ended: Cell<u64>,
@@ -82,7 +83,7 @@ impl<'a> Link<'a> {
         self.wait(context, None)
     }
 
-    /// Returns whether a transfer was posted whose completion was not read.
+    /// Returns whether the completion of a posted transfer has not been read yet.
     pub(super) fn is_waiting(&self) -> bool {
         self.posted.get() != self.ended.get()
     }

@@ -54,7 +54,7 @@ pub struct Selection {
     pub provider: Option<String>,
     /// The only path to check; `None` for all paths.
     pub path: Option<Path>,
-    /// The transfers of each combination. The throughput is measured with the last two sizes.
+    /// The transfers of each combination. The throughput is measured with the last two entries.
     pub extents: Vec<Extent>,
     /// Minimum duration of the throughput measurement with the last size, in nanoseconds. The
     /// measurement with the second-to-last size takes at least an eighth of this duration. Each

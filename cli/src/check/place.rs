@@ -18,8 +18,8 @@ use rustix::param::page_size;
 pub(super) struct HostPage {
     /// The address of the page; null if none is mapped.
     at: *mut libc::c_void,
-    /// The monitor that this page must notify of each change; `None` for a monitor that detects
-    /// changes itself.
+    /// The monitor that this page notifies of each change; `None` for a monitor that detects
+    /// changes itself, and for the monitor that is never notified.
     import: Option<Arc<ImportMonitor>>,
 }
 

@@ -35,8 +35,8 @@ impl PathVariant {
         }
     }
 
-    /// Returns the policy for the domain of the check. For device memory, the policy permits either
-    /// direct paths or staged copies.
+    /// Returns the policy for the domain of the check. For device memory, the policy permits only
+    /// direct paths, or only staged copies.
     pub(super) const fn policy(self) -> P2pPolicy {
         match self {
             Self::Host => P2pPolicy::Enabled,
@@ -52,9 +52,9 @@ pub(super) struct Case<'a> {
     pub(super) memory: MemorySort,
     pub(super) nic: &'a ProviderNic,
     pub(super) variant: PathVariant,
-    /// True if the NIC is software, and the memory is host memory or simulated. Then the check
-    /// reports an unsupported allocation or registration as a failure. Otherwise it skips the
-    /// combination, since the hardware may lack the feature.
+    /// True if the NIC is software, and the memory is host memory or simulated. If such a
+    /// combination does not support an allocation or registration, the check fails. Any other
+    /// combination is then skipped, since the hardware may lack the feature.
     pub(super) software: bool,
 }
 

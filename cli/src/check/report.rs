@@ -87,7 +87,7 @@ impl Report {
             && self.outcomes().all(|verified| verified)
     }
 
-    /// Returns whether each combination and each monitor is verified, one value for each.
+    /// Returns the field `verified` of each row: first of the combinations, then of the monitors.
     fn outcomes(&self) -> impl Iterator<Item = bool> {
         self.rows.iter().map(|row| row.verified).chain(self.stale.iter().map(|row| row.verified))
     }

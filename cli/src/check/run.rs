@@ -101,8 +101,8 @@ pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, re
     });
 }
 
-/// Returns an error as a problem. If a limit of the process or container explains the error, the
-/// problem has that limit as its cause.
+/// Converts an error to a problem. If a limit of the process or container explains the error, the
+/// limit becomes the cause of the problem.
 fn explained(machine: &Machine, case: &Case<'_>, error: &Error) -> Problem {
     let step = match error.kind() {
         // A refused registration has its causes already.

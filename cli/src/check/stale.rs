@@ -85,7 +85,7 @@ enum HostMonitor {
 }
 
 /// A started monitor. The second element is the same monitor if the check must notify it of
-/// changes, and `None` if the monitor detects changes itself.
+/// changes. It is `None` for a monitor that detects changes itself, and for [`HostMonitor::Deaf`].
 type Started = (Arc<dyn Monitor>, Option<Arc<ImportMonitor>>);
 
 impl HostMonitor {
@@ -116,7 +116,8 @@ impl HostMonitor {
     }
 }
 
-/// Callbacks of an imported monitor that do nothing. The check notifies the monitor itself.
+/// Callbacks of an imported monitor that do nothing. The check notifies the monitor of each change,
+/// and so does not need to know the subscribed ranges.
 #[derive(Debug)]
 struct IgnoreCallbacks;
 
@@ -167,8 +168,9 @@ pub(super) fn plan<'a>(
     cases
 }
 
-/// Checks host memory under a monitor that is never notified, and under one that is. Returns `None`
-/// if no NIC of the machine pins pages. Only the tests of this check call the function.
+/// Checks host memory under a monitor that is never notified, and then under the same kind of
+/// monitor with notifications. Only the first check must find stale bytes. Returns `None` if no NIC
+/// of the machine pins pages. Only the tests of this check call the function.
 ///
 /// # Panics
 /// Panics if a check is skipped.

@@ -158,8 +158,8 @@ fn pairs<'a>(
     Ok(pairs)
 }
 
-/// Returns a note about the unit of export for text output; empty if the unit is the range itself,
-/// or for paths without an export.
+/// Returns a note about the unit of export for text output. The note is empty if the unit is the
+/// range itself, and for a path without an export.
 fn unit_text(unit: Option<&str>) -> String {
     match unit {
         None | Some("range") => String::new(),

@@ -149,7 +149,8 @@ struct Server<'a> {
 }
 
 impl Server<'_> {
-    /// Prepares the memory, waits for transfers, and verifies the memory.
+    /// Serves one series of transfers: prepares the memory, waits for the transfers, and verifies
+    /// the memory.
     fn run(&mut self, begin: Begin) -> Result<()> {
         if !self.request.sizes.contains(&begin.size) {
             return Err(self.peer.malformed("begin").context("size", begin.size));
@@ -176,7 +177,7 @@ impl Server<'_> {
         self.peer.send(&Message::Verified)
     }
 
-    /// Waits until the client ends a run of one-sided transfers. Returns their number.
+    /// Waits until the client ends a run of one-sided transfers. Returns the number of transfers.
     fn wait(&mut self) -> Result<u64> {
         loop {
             match self.end.receive(self.peer, "end")? {
@@ -187,7 +188,8 @@ impl Server<'_> {
         }
     }
 
-    /// Receives messages until all that the client sent have arrived. Returns their number.
+    /// Receives messages until all that the client sent have arrived. Returns the number of
+    /// messages.
     fn receive(&mut self, layout: Layout) -> Result<u64> {
         let mut sent = None;
         let mut received = 0;

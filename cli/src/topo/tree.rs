@@ -79,7 +79,7 @@ impl Tree<'_> {
             || self.below(device).iter().any(|device| self.shows(device))
     }
 
-    /// Counts the functions that the tree does not show: this one and those below it.
+    /// Counts the functions that the tree does not show among `device` and all functions below it.
     fn hidden(&self, device: &PciDevice) -> usize {
         usize::from(!self.shows(device))
             + self.below(device).iter().map(|below| self.hidden(below)).sum::<usize>()

@@ -109,7 +109,7 @@ struct QueryAtEnd {
 }
 
 impl Reaction for QueryAtEnd {
-    /// Queries on another thread, because this thread may hold a lock of the iface.
+    /// Starts a query on another thread, because this thread may hold a lock of the iface.
     fn ended(&self) {
         let (answer, answered) = mpsc::channel();
         let (iface, address) = (Arc::clone(&self.iface), self.address);
@@ -143,7 +143,7 @@ struct AllocateAtStart {
 }
 
 impl Reaction for AllocateAtStart {
-    /// Allocates on another thread, because this thread may hold a lock of the iface.
+    /// Starts the allocations on another thread, because this thread may hold a lock of the iface.
     fn begun(&self) {
         if self.notified.swap(true, Ordering::Relaxed) {
             return;

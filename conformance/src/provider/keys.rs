@@ -105,8 +105,9 @@ pub(super) fn requested_key_in_use_is_refused(case: &Case) {
     link.assert_works(&link.key(&again));
 }
 
-/// Tests the keys `ours`, none and `theirs` of the initiator's endpoint, while both domains have
-/// the authorization key `ours`. An endpoint without a key has that of its domain.
+/// Tests an endpoint of the initiator with the authorization key `ours`, without a key, and with
+/// the key `theirs`. Both domains have the key `ours`, and an endpoint without a key has that of
+/// its domain.
 pub(super) fn peers_need_the_auth_key_of_the_region(case: &Case) -> Outcome {
     // The keys have one length, so that only their bytes differ.
     let (ours, theirs) = (AuthKey(b"our key".to_vec()), AuthKey(b"another".to_vec()));

@@ -113,8 +113,8 @@ impl CaseLink {
         self.link.into_sides()
     }
 
-    /// Runs `test`. Meanwhile another thread calls the progress of the target's domain, if the NIC
-    /// needs calls on both sides.
+    /// Runs `test`. If the NIC makes progress only by calls on both sides, another thread calls the
+    /// progress of the target's domain meanwhile.
     pub(super) fn driven(&self, test: impl FnOnce()) {
         let (target, done) = (&self.target.domain, AtomicBool::new(false));
         let by_hand = self.case.by_hand() && self.case.control.is_none();

@@ -1,7 +1,7 @@
 //! Behaviours that every provider must have.
 //!
-//! An entry of the list is the function that tests the behaviour, with the properties (module
-//! `case::needs`) that a case must have to be tested.
+//! Each entry of the list is a function that tests a behaviour. The names after the function are
+//! properties (module `case::needs`): the behaviour is tested only in cases that have all of them.
 
 mod case;
 mod closing;
@@ -187,8 +187,8 @@ behaviours! {
     /// Refused accesses do not count.
     single_use_key_works_once, CONTROL;
     /// Requirements MODE-03 and MR-09: a foreign, forged or stale descriptor of a local buffer is
-    /// refused. In LOCAL mode, and for device memory in HMEM mode, so is a buffer without a
-    /// descriptor.
+    /// refused. A buffer without a descriptor is refused in LOCAL mode, and in HMEM mode if it is
+    /// device memory.
     local_buffers_need_a_descriptor_of_a_live_region;
     /// Requirement MR-09: a local buffer needs WRITE for a write, READ for a read, and SEND for a
     /// message.
