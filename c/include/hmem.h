@@ -530,7 +530,7 @@ extern "C" {
  *
  * The caller promises:
  * `library` is null, or a library that is not closed during the call. `nic` is null or a string.
- * `attr` is null, or a structure of the size that it states. `domain` is null or writable.
+ * `attr` is null, or a structure as large as its field `size` says. `domain` is null or writable.
  */
 struct hmem_error *hmem_domain_open(const struct hmem_library *library,
                                     const char *nic,
@@ -549,7 +549,8 @@ struct hmem_error *hmem_domain_open(const struct hmem_library *library,
  * - `pd` is null, or a protection domain of the `libibverbs.so.1` of this process. The protection
  *   domain stays allocated until `attr->release` is called. Without this function, it stays
  *   allocated until the process ends.
- * - `attr` is null, or a structure of the size that it states. `domain` is null or writable.
+ * - `attr` is null, or a structure as large as its field `size` says. `domain` is null or
+ *   writable.
  */
 struct hmem_error *hmem_domain_open_pd(const struct hmem_library *library,
                                        struct ibv_pd *pd,
@@ -571,7 +572,8 @@ struct hmem_error *hmem_domain_open_pd(const struct hmem_library *library,
  * - The domain was opened with FI_THREAD_SAFE, or no call of the program for the domain runs at
  *   the same time as a call of this library.
  * - No transfer uses a region when the region is closed.
- * - `attr` is null, or a structure of the size that it states. `domain` is null or writable.
+ * - `attr` is null, or a structure as large as its field `size` says. `domain` is null or
+ *   writable.
  */
 struct hmem_error *hmem_domain_open_fabric(const struct hmem_library *library,
                                            struct fid_domain *fabric,
@@ -587,7 +589,7 @@ struct hmem_error *hmem_domain_open_fabric(const struct hmem_library *library,
  *
  * The caller promises:
  * `domain` is null, or a domain that is not closed during the call. `selection` is null, or a
- * structure of the size that it states. `json` and `passed` are null or writable.
+ * structure as large as its field `size` says. `json` and `passed` are null or writable.
  */
 struct hmem_error *hmem_domain_explain(const struct hmem_domain *domain,
                                        const struct hmem_selection *selection,
@@ -609,7 +611,7 @@ struct hmem_error *hmem_domain_close(struct hmem_domain *domain);
  *
  * The caller promises:
  * `domain` is null, or a domain that is not closed during the call. `counts` is null, or a
- * structure of the size that it states.
+ * structure as large as its field `size` says.
  */
 struct hmem_error *hmem_cache_statistics(const struct hmem_domain *domain,
                                          struct hmem_cache_counts *counts);
@@ -707,7 +709,7 @@ const char *hmem_version(void);
  * Environment variables give the settings that are not in `attr`. A null `attr` means no flags.
  *
  * The caller promises:
- * `attr` is null, or a structure of the size that it states. `library` is null or writable.
+ * `attr` is null, or a structure as large as its field `size` says. `library` is null or writable.
  */
 struct hmem_error *hmem_open(const struct hmem_open_attr *attr, struct hmem_library **library);
 
@@ -750,7 +752,7 @@ struct hmem_error *hmem_info(const struct hmem_library *library, const char *nic
  *
  * The caller promises:
  * `library` is null, or a library that is not closed during the call. `selection` is null, or a
- * structure of the size that it states. `json` and `passed` are null or writable.
+ * structure as large as its field `size` says. `json` and `passed` are null or writable.
  */
 struct hmem_error *hmem_explain(const struct hmem_library *library,
                                 const struct hmem_selection *selection,
@@ -765,7 +767,7 @@ struct hmem_error *hmem_explain(const struct hmem_library *library,
  *
  * The caller promises:
  * `library` is null, or a library that is not closed during the call. `selection` is null, or a
- * structure of the size that it states. `json` and `passed` are null or writable.
+ * structure as large as its field `size` says. `json` and `passed` are null or writable.
  */
 struct hmem_error *hmem_check(const struct hmem_library *library,
                               const struct hmem_selection *selection,
@@ -780,7 +782,7 @@ struct hmem_error *hmem_check(const struct hmem_library *library,
  *
  * The caller promises:
  * - `domain` is null, or a domain that is not closed during the call. `attr` is null, or a
- *   structure of the size that it states. `region` is null or writable.
+ *   structure as large as its field `size` says. `region` is null or writable.
  * - The memory stays allocated until the region is closed. With `attr->release`, the memory stays
  *   allocated until that function is called.
  * - If `access` has a right to write, the memory is writable.
@@ -800,7 +802,7 @@ struct hmem_error *hmem_register(const struct hmem_domain *domain,
  *
  * The caller promises:
  * - `domain` is null, or a domain that is not closed during the call. `attr` is null, or a
- *   structure of the size that it states. `region` is null or writable.
+ *   structure as large as its field `size` says. `region` is null or writable.
  * - The memory of the dma-buf is not used for another purpose until the region is closed.
  */
 struct hmem_error *hmem_register_dmabuf(const struct hmem_domain *domain,
@@ -914,7 +916,7 @@ struct hmem_error *hmem_region_raw_key(const struct hmem_region *region,
  *
  * The caller promises:
  * `region` is null, or a region that is not closed during the call. `key` is null, or a structure
- * of the size that it states.
+ * as large as its field `size` says.
  */
 struct hmem_error *hmem_region_verbs_key(const struct hmem_region *region,
                                          struct hmem_verbs_key *key);
@@ -927,7 +929,7 @@ struct hmem_error *hmem_region_verbs_key(const struct hmem_region *region,
  *
  * The caller promises:
  * `region` is null, or a region that is not closed during the call. `key` is null, or a structure
- * of the size that it states.
+ * as large as its field `size` says.
  */
 struct hmem_error *hmem_region_fabric_key(const struct hmem_region *region,
                                           struct hmem_fabric_key *key);

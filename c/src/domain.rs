@@ -127,7 +127,7 @@ unsafe impl Growing for hmem_cache_counts {}
 /// accepted.
 ///
 /// # Safety
-/// `attr` is null, or a structure of the size that it states. Any thread may call `release`.
+/// `attr` is null, or a structure as large as its field `size` says. Any thread may call `release`.
 unsafe fn domain_attr(
     call: Call,
     attr: *const hmem_domain_attr,
@@ -229,7 +229,7 @@ fn nic_of(call: Call, library: &Library, name: Option<&str>) -> Result<ProviderN
 ///
 /// # Safety
 /// `library` is null, or a library that is not closed during the call. `nic` is null or a string.
-/// `attr` is null, or a structure of the size that it states. `domain` is null or writable.
+/// `attr` is null, or a structure as large as its field `size` says. `domain` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_domain_open(
     library: *const hmem_library,
@@ -266,7 +266,8 @@ pub unsafe extern "C" fn hmem_domain_open(
 /// - `pd` is null, or a protection domain of the `libibverbs.so.1` of this process. The protection
 ///   domain stays allocated until `attr->release` is called. Without this function, it stays
 ///   allocated until the process ends.
-/// - `attr` is null, or a structure of the size that it states. `domain` is null or writable.
+/// - `attr` is null, or a structure as large as its field `size` says. `domain` is null or
+///   writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_domain_open_pd(
     library: *const hmem_library,
@@ -304,7 +305,8 @@ pub unsafe extern "C" fn hmem_domain_open_pd(
 /// - The domain was opened with FI_THREAD_SAFE, or no call of the program for the domain runs at
 ///   the same time as a call of this library.
 /// - No transfer uses a region when the region is closed.
-/// - `attr` is null, or a structure of the size that it states. `domain` is null or writable.
+/// - `attr` is null, or a structure as large as its field `size` says. `domain` is null or
+///   writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_domain_open_fabric(
     library: *const hmem_library,
@@ -338,7 +340,7 @@ pub unsafe extern "C" fn hmem_domain_open_fabric(
 ///
 /// # Safety
 /// `domain` is null, or a domain that is not closed during the call. `selection` is null, or a
-/// structure of the size that it states. `json` and `passed` are null or writable.
+/// structure as large as its field `size` says. `json` and `passed` are null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_domain_explain(
     domain: *const hmem_domain,
@@ -384,7 +386,7 @@ pub unsafe extern "C" fn hmem_domain_close(domain: *mut hmem_domain) -> *mut hme
 ///
 /// # Safety
 /// `domain` is null, or a domain that is not closed during the call. `counts` is null, or a
-/// structure of the size that it states.
+/// structure as large as its field `size` says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_cache_statistics(
     domain: *const hmem_domain,

@@ -193,7 +193,7 @@ pub extern "C" fn hmem_version() -> *const c_char {
 /// Environment variables give the settings that are not in `attr`. A null `attr` means no flags.
 ///
 /// # Safety
-/// `attr` is null, or a structure of the size that it states. `library` is null or writable.
+/// `attr` is null, or a structure as large as its field `size` says. `library` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_open(
     attr: *const hmem_open_attr,
@@ -303,7 +303,7 @@ pub unsafe extern "C" fn hmem_info(
 ///
 /// # Safety
 /// `library` is null, or a library that is not closed during the call. `selection` is null, or a
-/// structure of the size that it states. `json` and `passed` are null or writable.
+/// structure as large as its field `size` says. `json` and `passed` are null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_explain(
     library: *const hmem_library,
@@ -343,7 +343,8 @@ pub(crate) unsafe fn set_explanation(
 /// Converts a selection that C code passes to the arguments of an explanation.
 ///
 /// # Safety
-/// `selection` is null, or a structure of the size that it states, whose strings end with a zero.
+/// `selection` is null, or a structure as large as its field `size` says, whose strings end with a
+/// zero.
 pub(crate) unsafe fn explain_args(
     call: Call,
     selection: *const hmem_selection,
@@ -360,7 +361,7 @@ pub(crate) unsafe fn explain_args(
 ///
 /// # Safety
 /// `library` is null, or a library that is not closed during the call. `selection` is null, or a
-/// structure of the size that it states. `json` and `passed` are null or writable.
+/// structure as large as its field `size` says. `json` and `passed` are null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_check(
     library: *const hmem_library,

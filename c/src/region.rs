@@ -211,7 +211,7 @@ where
 ///
 /// # Safety
 /// - `domain` is null, or a domain that is not closed during the call. `attr` is null, or a
-///   structure of the size that it states. `region` is null or writable.
+///   structure as large as its field `size` says. `region` is null or writable.
 /// - The memory stays allocated until the region is closed. With `attr->release`, the memory stays
 ///   allocated until that function is called.
 /// - If `access` has a right to write, the memory is writable.
@@ -248,7 +248,7 @@ pub unsafe extern "C" fn hmem_register(
 ///
 /// # Safety
 /// - `domain` is null, or a domain that is not closed during the call. `attr` is null, or a
-///   structure of the size that it states. `region` is null or writable.
+///   structure as large as its field `size` says. `region` is null or writable.
 /// - The memory of the dma-buf is not used for another purpose until the region is closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_register_dmabuf(
@@ -471,7 +471,7 @@ pub unsafe extern "C" fn hmem_region_raw_key(
 ///
 /// # Safety
 /// `region` is null, or a region that is not closed during the call. `key` is null, or a structure
-/// of the size that it states.
+/// as large as its field `size` says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_region_verbs_key(
     region: *const hmem_region,
@@ -501,7 +501,7 @@ pub unsafe extern "C" fn hmem_region_verbs_key(
 ///
 /// # Safety
 /// `region` is null, or a region that is not closed during the call. `key` is null, or a structure
-/// of the size that it states.
+/// as large as its field `size` says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn hmem_region_fabric_key(
     region: *const hmem_region,
