@@ -203,7 +203,7 @@ impl Client {
         Ok(value)
     }
 
-    /// Reads the bytes that a key gives access to, and returns their number.
+    /// Reads the bytes that a key gives access to, and returns the number of bytes.
     fn read(&self, key: &RemoteKey) -> Result<u64> {
         let len = key.first_len();
         let remote = [RemoteSegment { address: key.base(), len, key }];

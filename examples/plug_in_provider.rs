@@ -456,8 +456,8 @@ fn len(ranges: &[AddressRange]) -> u64 {
     ranges.iter().map(|range| range.len()).sum()
 }
 
-/// Copies the bytes of the ranges `from` to the ranges `to`, and returns their number. Fails if the
-/// two lists differ in their total bytes.
+/// Copies the bytes of the ranges `from` to the ranges `to`, and returns the number of bytes. Fails
+/// if the two lists differ in their total bytes.
 fn transfer(from: &[AddressRange], to: &[AddressRange]) -> Result<u64> {
     if len(from) != len(to) {
         return Err(refused(ErrorKind::InvalidArgument, "transfer")

@@ -52,8 +52,8 @@ pub(crate) fn cache(by_builder: &CacheAttr) -> Result<CacheAttr> {
     Ok(cache)
 }
 
-/// Returns the value of a variable after `parse`, or `None` if the variable is not set. If `parse`
-/// fails, the error names the variable and its text, and has the remedy of `parse`.
+/// Returns the result of `parse` for the text of a variable, or `None` if the variable is not set.
+/// If `parse` fails, the error names the variable and its text, and has the remedy of `parse`.
 pub(crate) fn parsed_by<T>(
     name: &'static str,
     parse: impl FnOnce(&str) -> Result<T>,

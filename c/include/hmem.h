@@ -909,7 +909,8 @@ struct hmem_error *hmem_region_raw_key(const struct hmem_region *region,
 
 /**
  * Stores the keys for work requests of the program in `*key`, whose field `size` the program has
- * set. The region belongs to a verbs domain. A cached region may cover more than the lookup.
+ * set. The region belongs to a verbs domain. A cached region may be larger than the range that the
+ * program asked for.
  *
  * Fails with HMEM_KIND_UNSUPPORTED for a region with several registrations, and for a staged
  * region, which has none.
@@ -923,7 +924,8 @@ struct hmem_error *hmem_region_verbs_key(const struct hmem_region *region,
 
 /**
  * Stores the keys for requests of the program in `*key`, whose field `size` the program has set.
- * The region belongs to a libfabric domain. A cached region may cover more than the lookup.
+ * The region belongs to a libfabric domain. A cached region may be larger than the range that the
+ * program asked for.
  *
  * Fails with HMEM_KIND_UNSUPPORTED for a region with several registrations.
  *

@@ -15,7 +15,7 @@ use hmem::{Error, ErrorKind, Result};
 
 use crate::error::{c_string, hmem_error};
 
-/// A running call of C code. The name of the called function stands in its errors.
+/// A running call of C code, with the name of the called function for error messages.
 #[derive(Clone, Copy)]
 pub(crate) struct Call(&'static str);
 

@@ -35,7 +35,7 @@ impl Owner {
         Self { release, context, accepted: AtomicBool::new(false) }
     }
 
-    /// Returns true if the program gave a function.
+    /// Returns true if the program gave a release function.
     pub(crate) fn has_release(&self) -> bool {
         self.release.is_some()
     }

@@ -27,7 +27,7 @@ const LIMITS: (usize, usize) = (20, 140);
 /// Spaces between two columns of a table. The second value applies if the table is too wide with
 /// the first.
 const GAPS: [usize; 2] = [2, 1];
-/// Maximum number of fields in a list with one line for each field. A list of more fields joins the
+/// Maximum number of fields that a list prints on one line each. A list of more fields joins the
 /// fields by `;`.
 const FEW_FIELDS: usize = 4;
 /// The escape sequence for bold text.

@@ -54,7 +54,8 @@ impl Transfers {
     }
 
     /// Takes the numbers of up to `count` completed transfers out of `done`. Stops before a failed
-    /// transfer. If the first of them failed, returns its number with its error instead.
+    /// transfer. If the first completed transfer failed, returns the number and the error of this
+    /// transfer instead.
     fn take(&mut self, count: usize) -> Result<Vec<u64>, (u64, hmem::Error)> {
         let mut numbers = Vec::new();
         while numbers.len() < count

@@ -43,8 +43,8 @@ mod _hmem {
         Ok(())
     }
 
-    /// Runs a subcommand of the command, given by its words. Returns whether it passed, and its
-    /// JSON document.
+    /// Runs the command `hmem` with the words of a subcommand. Returns whether the command passed,
+    /// and its JSON document.
     #[pyfunction]
     fn document(py: Python<'_>, words: Vec<String>) -> PyResult<(bool, String)> {
         let (outcome, document) = py

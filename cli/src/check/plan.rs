@@ -52,9 +52,9 @@ pub(super) struct Case<'a> {
     pub(super) memory: MemorySort,
     pub(super) nic: &'a ProviderNic,
     pub(super) variant: PathVariant,
-    /// True if the NIC is software, and the memory is host memory or simulated. If such a
-    /// combination does not support an allocation or registration, the check fails. Any other
-    /// combination is then skipped, since the hardware may lack the feature.
+    /// True if the NIC is software, and the memory is host memory or simulated. An unsupported
+    /// allocation or registration is then a failure. If the field is false, the check skips the
+    /// combination, since the hardware may lack the feature.
     pub(super) software: bool,
 }
 

@@ -103,8 +103,8 @@ fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result
     pair.nic.explain(&machine.hmem, request)
 }
 
-/// Returns the selected pairs with `nics`. Adds to `skipped` the unavailable ifaces and NICs that
-/// the user asked for, and the ifaces whose devices cannot be listed.
+/// Returns the pairs of each selected memory with each of `nics`. Adds to `skipped` the unavailable
+/// ifaces and NICs that the user asked for, and the ifaces whose devices cannot be listed.
 fn pairs<'a>(
     machine: &'a Machine,
     nics: &[&'a ProviderNic],

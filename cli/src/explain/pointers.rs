@@ -36,7 +36,7 @@ pub struct PointerEntry {
     pub nic: String,
     /// The sort of pointer, such as `past-end`.
     pub sort: String,
-    /// The iface that owns the memory of `foreign`; null for other sorts.
+    /// The iface that owns the memory of a `foreign` pointer; null for other sorts.
     pub owner: Option<String>,
     /// The outcome: `registered`, `refused`, or `allowed` for a range without pages that this NIC
     /// may register.
@@ -60,7 +60,7 @@ pub struct PointerEntry {
 /// An address range to register as memory of an iface.
 struct Claim {
     range: AddressRange,
-    /// The iface that owns the memory of `foreign`; `None` for other sorts.
+    /// The iface that owns the memory of a `foreign` pointer; `None` for other sorts.
     owner: Option<String>,
     /// The memory that must stay allocated while the range is registered; `None` if the range has
     /// no memory.

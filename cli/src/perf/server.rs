@@ -42,7 +42,7 @@ impl Client {
         Ok(Self { peer, request })
     }
 
-    /// Serves this client until it sends its results.
+    /// Serves this client until the client sends its results.
     pub(super) fn serve(mut self, config: &EndConfig<'_>) -> Result<Report> {
         let served = converse(config, &mut self.peer, self.request);
         served.inspect_err(|error| self.peer.give_up(error))
