@@ -2,16 +2,17 @@
 //!
 //! `cargo run --release -p hmem-core --example cache_cost` prints nanoseconds.
 //!
-//! To count instructions, subtract the results of two runs under `valgrind --tool=callgrind
-//! target/release/examples/cache_cost WORK REGIONS COUNT`:
+//! To count the instructions of one operation, run it twice under `valgrind --tool=callgrind
+//! target/release/examples/cache_cost WORK REGIONS COUNT`, and subtract the results. The argument
+//! WORK selects the operation. The second run has WORK `nothing`, which only draws the addresses:
 //!
-//! - a hit, from the start and length of a range to the end of the lease: WORK is `get` in the
-//!   first run, and `nothing` in the second, which draws the addresses without a lookup. `handle`
-//!   is a hit through a lookup handle;
-//! - the same hit by the public calls, from a `Raw` with the range: WORK is `domain` for
-//!   `RegionCache::get`, or `domain-handle` for `RegionLookupHandle::get`, and `domain-nothing`;
-//! - a miss in a full cache: WORK is `miss` in both runs, with different counts;
-//! - an invalidation of the 64 KiB after the cached regions: WORK is `change`, and `nothing`.
+//! - `get` is a hit, from the start and length of a range to the end of the lease.
+//! - `handle` is a hit through a lookup handle.
+//! - `domain` is a hit by `RegionCache::get`, and `domain-handle` a hit by
+//!   `RegionLookupHandle::get`. Both start from a `Raw`. Their second run has WORK
+//!   `domain-nothing`.
+//! - `miss` is a miss in a full cache. Its second run is `miss` too, with another COUNT.
+//! - `change` is an invalidation of the 64 KiB after the cached regions.
 
 #![allow(unsafe_code, reason = "a provider that accesses no memory, and addresses of no memory")]
 

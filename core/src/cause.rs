@@ -120,8 +120,8 @@ pub enum IpcLock {
     Absent,
     /// The process has the capability, and it lifts the limit.
     Effective,
-    /// The process has the capability in a user namespace of its own. The kernel asks for it in the
-    /// initial user namespace, so it has no effect on the limit.
+    /// The process has the capability in a user namespace of its own. The capability has no effect
+    /// on the limit, because the kernel checks for it in the initial user namespace.
     UserNamespace,
     /// The container was given the capability, but the process does not have it: it runs as another
     /// user than root.
@@ -159,19 +159,20 @@ pub struct RequestFacts {
 pub struct Facts {
     /// The kernel's major and minor version, such as `(6, 12)`; `None` if unknown.
     pub kernel: Option<(u32, u32)>,
-    /// The relevant kernel modules that are loaded, or built in with parameters; `None` if unknown.
-    /// Names have underscores.
+    /// The kernel modules that are loaded, or built in and listed in `/sys/module`; `None` if
+    /// unknown. The set contains only modules that the general rules name. Names have underscores.
     pub modules: Option<BTreeSet<String>>,
-    /// The relevant kernel options that are set to `y` or `m`, without `CONFIG_`; `None` if
-    /// unknown.
+    /// The kernel options that are set to `y` or `m`; `None` if unknown. The set contains only
+    /// options that the rules name. Names are without `CONFIG_`.
     pub kernel_options: Option<BTreeSet<String>>,
     /// The locked-memory limit of the process in bytes; `None` if unknown. `u64::MAX` means no
     /// limit.
     pub memlock: Option<u64>,
-    /// The bytes that the kernel counts for this limit now: the pages that the process pinned;
-    /// `None` if unknown.
+    /// The bytes of the pages that the process has pinned now, as the kernel counts them for the
+    /// locked-memory limit; `None` if unknown.
     pub pinned: Option<u64>,
-    /// The state of the capability `CAP_IPC_LOCK`, which lifts the limit; `None` if unknown.
+    /// The state of the capability `CAP_IPC_LOCK`, which lifts the locked-memory limit; `None` if
+    /// unknown.
     pub ipc_lock: Option<IpcLock>,
     /// True if a seccomp filter restricts the system calls of the process; `None` if unknown.
     pub seccomp: Option<bool>,
@@ -459,9 +460,9 @@ impl RefusalCause {
     /// Returns the rules for the probable causes of a refusal, the most probable first. Empty if no
     /// rule matches.
     ///
-    /// These are the matching rules by rank, up to the first that is not
-    /// [ambiguous](RefusalCause::ambiguous). Of rules with one name, the first counts. Pass the
-    /// iface's rules before the general rules.
+    /// The matching rules are sorted by rank. The list ends with the first rule that is not
+    /// [ambiguous](RefusalCause::ambiguous). Of several rules with the same name, only the first is
+    /// listed. Pass the iface's rules before the general rules.
     #[must_use]
     pub fn ranked<'r>(
         rows: impl IntoIterator<Item = &'r Self>,

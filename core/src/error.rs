@@ -392,9 +392,11 @@ impl Error {
         self
     }
 
-    /// Sets the iface that refused the operation. Texts have the registered name of a plug-in if
-    /// the argument is the iface itself or an [`IfaceName`] with a name. For an [`IfaceKind`] they
-    /// have the plug-in's number.
+    /// Sets the iface that refused the operation.
+    ///
+    /// The argument decides how texts name a plug-in. They contain the plug-in's registered name if
+    /// the argument is the iface itself or an [`IfaceName`] with a name. They contain the plug-in's
+    /// number if the argument is an [`IfaceKind`].
     #[must_use]
     pub fn iface(mut self, iface: impl Into<IfaceName>) -> Self {
         self.0.iface = Some(iface.into());
@@ -520,15 +522,15 @@ impl Error {
         }
     }
 
-    /// Returns the causes of this error, or else of the nearest source that has some, without
-    /// those of attempts.
+    /// Returns the causes of this error, or else of the nearest source that has causes. Does not
+    /// search the attempts of a trace.
     fn own_causes(&self) -> &[ProbableCause] {
         let causes = self.chain().map(|error| &error.0.causes[..]);
         causes.into_iter().find(|causes| !causes.is_empty()).unwrap_or_default()
     }
 
-    /// Returns the context value `name`, if this error has it, or the first of several. Sources are
-    /// not searched.
+    /// Returns the first context value of this error with the name `name`. Sources are not
+    /// searched.
     #[must_use]
     pub fn context_value(&self, name: &str) -> Option<&str> {
         self.0.context.iter().find(|(n, _)| *n == name).map(|(_, v)| v.as_str())
@@ -582,7 +584,8 @@ impl Error {
         values.join(", ")
     }
 
-    /// Returns this error, its source, the source's source, and so on, while they are of this type.
+    /// Returns this error and its chain of sources, up to the first source that is not an
+    /// [`Error`].
     fn chain(&self) -> impl Iterator<Item = &Self> {
         std::iter::successors(Some(self), |error| error.0.source.as_deref()?.downcast_ref())
     }
@@ -598,8 +601,9 @@ impl Error {
         })
     }
 
-    /// Returns the last source in the chain of sources, which ends with the first source of another
-    /// type. The source of a failed path search is the most informative refusal.
+    /// Returns the last error in the chain of sources. The chain ends at a source that is no
+    /// [`Error`], because the sources of such a source are not followed. For a failed path search,
+    /// the chain continues with the most informative refusal.
     fn root_cause(&self) -> Option<&(dyn StdError + 'static)> {
         let mut cause = self.source()?;
         while let Some(source) = cause.downcast_ref::<Self>().and_then(Self::source) {
@@ -608,8 +612,8 @@ impl Error {
         Some(cause)
     }
 
-    /// Writes the messages of this error and of its sources of type `Error`. Then writes the
-    /// attempts of the last of these errors, or its source if there are no attempts.
+    /// Writes the messages of this error and of the sources of type `Error`, and then the attempts
+    /// of the last of them. If the last one has no attempts, writes its source instead.
     fn write_messages(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut last = self;
         for (at, error) in self.chain().enumerate() {

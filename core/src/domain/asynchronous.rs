@@ -62,7 +62,8 @@ pub(super) struct Worker {
     events: Arc<EventQueue>,
     /// The worker thread. `None` only while the value is dropped.
     thread: Option<JoinHandle<()>>,
-    /// The process that has the thread. A forked child does not have it.
+    /// The process in which the thread runs. A forked child has a copy of this value, but no
+    /// thread.
     process: ProcessMark,
 }
 

@@ -41,12 +41,12 @@ pub struct DomainAttr {
     /// writes a page of the device's memory, in a transfer to itself. Some machines register device
     /// memory for a NIC that cannot reach it, and only transfers show that.
     ///
-    /// The result is an attempt in the decision, and is kept for later registrations of all domains
-    /// with the same path selector. After a failed check the search tries the next path. A check
-    /// allocates a page of device memory, and opens two endpoints for a moment. A check that cannot
-    /// run (on a NIC without an active port, for example) changes no decision. It is an attempt
-    /// too, and the next registration repeats it. A dma-buf that the application supplies is not
-    /// checked.
+    /// The result is an attempt in the decision. All domains of one `hmem::Hmem` reuse the result
+    /// for later registrations. After a failed check the search tries the next path. A check
+    /// allocates a page of device memory, and opens two endpoints for a moment. A check cannot run
+    /// on a NIC without an active port, for example. Such a check is also an attempt, but does not
+    /// change the decision, and the next registration repeats the check. A dma-buf that the
+    /// application supplies is not checked.
     ///
     /// `None`, the default, means the setting of `hmem::Builder::reach_check` or the variable
     /// `HMEM_REACH_CHECK`, if `hmem::Hmem` opens the domain, and otherwise false.

@@ -163,7 +163,7 @@ impl<M> fmt::Debug for Batch<'_, M> {
     }
 }
 
-/// The location of a memory of the batch, and the guarantee that keeps it allocated.
+/// A memory of the batch: its location, and the guarantee that it stays allocated.
 struct HeldMemory<'a> {
     place: Place<'a>,
     keep: KeepAlive,
@@ -209,7 +209,7 @@ impl ViewGroup {
     }
 }
 
-/// The inputs of a batch.
+/// The domains, memories and views of a batch, with the bytes of each view.
 struct BatchPlan<'a> {
     domains: Vec<&'a Arc<DomainInner>>,
     memories: &'a [HeldMemory<'a>],
@@ -271,9 +271,9 @@ impl<'a> BatchPlan<'a> {
     }
 
     /// Returns the position of the view's memory, if the view may share a registration only with
-    /// views of the same memory. Returns `None` if it may share one with views of other memories:
-    /// the application promises the whole allocation ([`Promise::Allocation`]) and keeps the memory
-    /// allocated itself, without an owner in the batch.
+    /// views of the same memory. Returns `None` if the view may share a registration with views of
+    /// other memories. This requires that the promise is [`Promise::Allocation`], and that the
+    /// application itself keeps the memory allocated.
     fn sharing_memory(&self, view: usize) -> Option<usize> {
         let memory = self.views[view].memory;
         let HeldMemory { place, keep } = &self.memories[memory];
@@ -535,7 +535,7 @@ struct RegionSet {
     regions: Vec<MemoryRegion>,
     /// The views in the order of the batch. Empty unless all views are registered.
     views: Box<[PlacedView]>,
-    /// The position of each memory's first view in the batch, and at the end the number of views.
+    /// The position of the first view of each memory. The last element is the number of views.
     first_view: Box<[u32]>,
 }
 

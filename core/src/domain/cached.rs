@@ -270,12 +270,12 @@ impl RegionCache {
     }
 
     /// Registers a range that is not cached, with as much memory around it as [`CacheAttr::growth`]
-    /// and `around` permit. `register` registers the range of a key. Its result, an `L`, contains a
-    /// lease, which `lease_of` returns.
+    /// and `around` permit. `register` registers the range of a key, and returns an `L` that
+    /// contains a lease. `lease_of` returns the lease in an `L`.
     ///
-    /// If the larger registration fails, is not cached, or is staged, only the range is registered.
-    /// So growth never makes a lookup fail, and never exposes more memory to peers without a
-    /// benefit.
+    /// If the larger registration fails, is not cached or is staged, the method registers only the
+    /// range. So growth never makes a lookup fail. It exposes more memory to peers only if later
+    /// lookups can be hits.
     fn register_grown<L>(
         &self,
         (range, access): (AddressRange, Access),
@@ -315,8 +315,8 @@ impl RegionCache {
         register(&key_of(range, access, owner)?, owner)
     }
 
-    /// Returns the owner of memory that is about to be registered. Fails in a forked child before
-    /// it takes a lock, because a thread of the parent may have held the lock at the fork.
+    /// Returns the owner of memory that is about to be registered. In a forked child, fails before
+    /// taking a lock, because a thread of the parent may have held the lock at the fork.
     fn owner_of(&self, range: AddressRange) -> Result<AddressOwner> {
         let domain = &self.cache.backend().domain;
         domain.process.check("cached registration")?;
@@ -395,8 +395,8 @@ impl RegionCache {
         self.get_owned(memory, access)
     }
 
-    /// Returns a cached region like [`RegionCache::get_owned`], but registers nothing: `None` if a
-    /// lookup that waits for nothing finds no region.
+    /// Returns a cached region like [`RegionCache::get_owned`], but registers nothing and never
+    /// waits. Returns `None` if no cached region is found in this way.
     ///
     /// # Errors
     /// [`ErrorKind::ZeroLength`] for an empty range.
@@ -562,8 +562,8 @@ pub struct Registrations {
     growth: Growth,
     /// The largest length of a grown region in bytes, or 0 if growth is disabled.
     grow_to: u64,
-    /// The bounds in which a registration failed to grow. The value is the number of further misses
-    /// in the bound that do not try to grow, or `None` if no miss in the bound tries again.
+    /// The bounds in which a registration failed to grow. The number of a bound is the count of
+    /// further misses that do not try to grow. `None` means that no miss tries again.
     ungrowable: Mutex<HashMap<GrowthBound, Option<u32>>>,
     /// The buffers that the cache's regions keep allocated. The list is shared with callbacks,
     /// which remove a dropped buffer after its regions are deregistered.

@@ -41,8 +41,9 @@ use crate::{Access, AddressRange, Error, ErrorKind, Rejected, Result};
 /// }
 /// ```
 pub struct CachedBuffer<M: Memory> {
-    /// The entry in the cache's list of buffers. Declared before `parts`: its drop invalidates the
-    /// cached regions, before the memory in `parts` may be freed.
+    /// The buffer's entry in the cache's list of buffers. Fields are dropped in the order of their
+    /// declaration: `listing` first invalidates the cached regions, and then `parts` may free the
+    /// memory.
     listing: Listing,
     parts: Arc<M::Parts>,
 }
@@ -161,14 +162,14 @@ impl<M: Memory> CachedBuffer<M> {
 
     /// Deregisters every region of the buffer and returns the buffer.
     ///
-    /// The regions may be in use by leases, sub-regions, windows, and transfers without a
-    /// descriptor whose completions were not read. A lookup of other memory in the same page may
-    /// use a region for a moment too. The call waits up to 100 ms for the end of these uses.
+    /// The call waits up to 100 ms for the end of all uses of the regions. A region is in use by a
+    /// lease, a sub-region or a window. It is also in use by a transfer without a descriptor until
+    /// the completion is read, and for a moment by a lookup of other memory in the same page.
     ///
     /// # Errors
-    /// - [`ErrorKind::Busy`] if a region of the memory is in use after that time, or if the
-    ///   provider refuses to deregister a region. End the uses of the regions and retry. Until then
-    ///   the buffer works, but its next lookup registers again.
+    /// - [`ErrorKind::Busy`] if a region is still in use after 100 ms, or if the provider refuses
+    ///   to deregister a region. End the uses of the regions and retry. Until then the buffer
+    ///   works, but its next lookup registers again.
     /// - [`ErrorKind::BadState`] in a forked child.
     ///
     /// The error returns the buffer as a `CachedBuffer`.

@@ -32,7 +32,7 @@ pub(super) struct ChangedAddresses {
 }
 
 impl ChangedAddresses {
-    /// Creates the value for a range of at least one byte, without a change.
+    /// Creates a `ChangedAddresses` for `range`, which has at least one byte. No unit is marked.
     pub(super) fn new(range: AddressRange) -> Self {
         let page = rustix::param::page_size().trailing_zeros();
         let units = |shift: u32| ((range.len() - 1) >> shift) + 1;
@@ -67,7 +67,7 @@ impl ChangedAddresses {
         }
     }
 
-    /// Returns the marks, and removes them.
+    /// Returns the marked units, and removes all marks.
     pub(super) fn take(&self) -> TakenChanges<'_> {
         let take = |word: &AtomicU64| match word.load(Ordering::Acquire) {
             0 => 0,
@@ -94,11 +94,13 @@ impl Invalidator for ChangedAddresses {
         InvalidationToken::unnumbered()
     }
 
-    /// Does nothing. Each registration has a subscription of its own, which began before the memory
-    /// was registered. A monitor notifies a new subscription of a change in progress.
+    /// Does nothing, because a new registration cannot miss a change in progress: its subscription
+    /// begins before the memory is registered, and the monitor notifies the subscription of the
+    /// change.
     fn invalidate_end(&self, _: InvalidationToken) {}
 
-    /// Does nothing: the change is marked when the monitor knows its addresses.
+    /// Does nothing. The monitor calls `invalidate` or `invalidate_start` once the addresses of the
+    /// change are known, and these methods mark the change.
     fn close_gate(&self) -> GateToken {
         GateToken::unnumbered()
     }
@@ -134,7 +136,7 @@ mod tests {
         taken.bits.iter().all(|word| *word == 0)
     }
 
-    /// LIFE-02
+    /// LIFE-02: a change marks the units that it touches, and no others.
     #[test]
     fn change_touches_its_units_and_no_others() {
         let page = rustix::param::page_size() as u64;
@@ -158,7 +160,7 @@ mod tests {
         assert!((0..300).all(|unit| taken.touches(range(base + unit * page, 1))));
     }
 
-    /// LIFE-02
+    /// LIFE-02: a range that has too many pages for one bit per page gets longer units.
     #[test]
     fn units_of_a_large_range_are_longer_than_a_page_and_cover_it() {
         let changed = ChangedAddresses::new(range(1 << 40, (1 << 40) + 1));

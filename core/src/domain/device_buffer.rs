@@ -1,4 +1,4 @@
-//! Memory that an iface allocated, as memory that regions hold.
+//! Memory that an iface allocates, for regions that own their memory.
 
 #![allow(unsafe_code, reason = "device memory by its addresses")]
 

@@ -51,8 +51,9 @@ use crate::{
 pub struct Endpoint {
     pub(super) provider: Arc<dyn ProviderEndpoint>,
     pub(super) domain: Arc<DomainInner>,
-    /// The state for leases of local memory that the application names without a descriptor.
-    /// `None` if `Domain::leases_local_memory` is false.
+    /// The cache and the leases with which this endpoint supplies missing descriptors of local
+    /// memory. `None` if `Domain::leases_local_memory` is false: then the application supplies all
+    /// descriptors.
     leasing: Option<Leasing>,
     /// True after [`Endpoint::close`], so that the drop does not close the endpoint again.
     closed: bool,

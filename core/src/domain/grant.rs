@@ -89,8 +89,8 @@ struct Spare {
 
 /// The order in which a grant tries the window types.
 ///
-/// A key of type 2 works through the peer's connection only. Type 2B, unlike 2A, does not keep the
-/// connection from closing.
+/// Type 2 comes first, because its key works only through the connection to one peer. Type 2B comes
+/// before 2A, because a bound 2A window keeps the endpoint from being closed.
 const BEST_FIRST: [WindowType; 3] = [WindowType::TwoB, WindowType::TwoA, WindowType::One];
 
 impl SpareWindows {
@@ -105,8 +105,9 @@ impl SpareWindows {
         Ok(Spare { kind, window: domain.windows()?.alloc_window(kind)?, uses: 0 })
     }
 
-    /// Keeps an unbound window for reuse. Frees the window instead if grants have used all tags of
-    /// its key, because the next bind would make a revoked key valid again.
+    /// Keeps an unbound window for reuse. Each bind gives the window's key another tag, which is
+    /// the lowest 8 bits of the key. Once all tags have been used, this method frees the window
+    /// instead, because the next bind would make the key of an earlier grant valid again.
     fn put(&self, domain: &DomainInner, mut spare: Spare) {
         spare.uses = spare.uses.saturating_add(1);
         if spare.uses < u8::MAX {
@@ -134,9 +135,11 @@ impl MemoryRegion {
     /// 2. a type 1 window, whose key works through every endpoint of the domain
     /// 3. a sub-region
     ///
-    /// A window needs a region with [`Access::MW_BIND`]. The call tries no window in RAW mode,
-    /// because windows have plain keys, nor on a NIC without windows, nor if a sub-region is the
-    /// first choice (below).
+    /// A window needs a region with [`Access::MW_BIND`]. The call tries no window in these cases:
+    ///
+    /// - in RAW mode, because windows have no raw keys
+    /// - on a NIC without windows
+    /// - if the NIC does not enforce the bounds of windows, and the sub-region was registered
     ///
     /// **Some NICs do not enforce the bounds of windows** ([`Windows::enforces_bounds`]). On these
     /// NICs, a sub-region is the first choice for a part of a region. A window is used only if the

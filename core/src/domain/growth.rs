@@ -72,7 +72,7 @@ impl DomainInner {
     }
 
     /// Returns true if a region is staged although the domain's policy allows direct access. If the
-    /// region has grown, the requested range alone might not need staging.
+    /// region covers more than the requested range, that range alone might have a direct path.
     pub(super) fn is_staged_by_growth(&self, region: &MemoryRegion) -> bool {
         let staged = region.decision().is_ok_and(|decision| decision.path == Path::Staged);
         staged && self.attr.p2p != P2pPolicy::Disabled
@@ -80,8 +80,9 @@ impl DomainInner {
 
     /// Returns the largest range to which a registration of this owner's memory may grow, without
     /// regard to [`DomainInner::growth_limit`]. Returns `None` if the registration must not grow.
-    /// `held` is a range that the registration must not leave, if any: that of a cached buffer or
-    /// of a memory of a batch.
+    ///
+    /// `held` is the range of the cached buffer, or of the batch's memory, to which the
+    /// registration is confined. `None` means that it is confined only to the allocation.
     pub(super) fn growth_bound(
         &self,
         owner: &AddressOwner,

@@ -42,14 +42,14 @@ pub(super) struct HeldBuffers {
 #[derive(Default)]
 struct State {
     buffers: BTreeMap<BufferId, HeldBuffer>,
-    /// The length of each buffer, with its identifier.
+    /// The length and the identifier of each buffer, so that the longest buffer is found at once.
     lengths: BTreeSet<(u64, BufferId)>,
 }
 
 impl State {
     /// Returns the buffers that may overlap the addresses from `start` to `last`, in descending
-    /// order of their first address. Such a buffer begins above `start` minus the length of the
-    /// longest buffer.
+    /// order of their first address. The search ends at the first buffer that begins too far below
+    /// `start`: even the longest buffer would not reach `start` from there.
     fn near(&self, start: u64, last: u64) -> impl Iterator<Item = &HeldBuffer> {
         let longest = self.lengths.last().map_or(0, |(len, _)| *len);
         let below = self.buffers.range(..=(last, u64::MAX)).rev();

@@ -84,8 +84,8 @@ impl<T: AnyBits> fmt::Debug for VecParts<T> {
 /// Numbers on the heap as memory for a region, such as a `Vec<f32>`.
 ///
 /// Offsets and lengths of the region count bytes. `Vec<u8>` and `Box<[u8]>` need no `Items`. Other
-/// vectors cannot be registered without it, because `register(vec![0; 4096], ..)` would then mean
-/// 4096 `i32` numbers, 16 KiB.
+/// vectors need it. Otherwise `register(vec![0; 4096], ..)` would register 4096 numbers of type
+/// `i32`, and so 16 KiB.
 ///
 /// ```
 /// use hmem_core::Items;

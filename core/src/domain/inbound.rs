@@ -4,7 +4,8 @@
 //! ([`InboundFlush`](crate::iface::InboundFlush)) before device work that starts later sees these
 //! bytes. So a completion queue flushes before it returns the completion of a request that may have
 //! changed device memory: a receive, a remote write with immediate data, a read or an atomic. A
-//! receive counts even without device memory, because its sender may have written some before.
+//! receive into host memory counts too, because the sender may have written device memory before it
+//! sent the message.
 
 use std::sync::{
     Arc,

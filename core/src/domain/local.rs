@@ -61,7 +61,7 @@ struct Slots {
     slots: Vec<Slot>,
     /// The indices of the free slots.
     free: Vec<u32>,
-    /// The number of endpoint identifiers that were given out.
+    /// The number of endpoint identifiers that were assigned, which is also the last identifier.
     endpoints: u64,
 }
 
@@ -182,7 +182,8 @@ impl Direction {
     }
 }
 
-/// The domain's cache, and the slots for leases in an endpoint's completion queues.
+/// The state with which an endpoint leases local memory: the domain's cache, and the slots of the
+/// endpoint's two completion queues.
 pub(super) struct Leasing {
     cache: RegionCache,
     /// True if host memory needs a descriptor (LOCAL), false if only device memory needs one.
@@ -192,8 +193,8 @@ pub(super) struct Leasing {
 }
 
 impl Leasing {
-    /// Creates the state of an endpoint. `tx` and `rx` are the slots of the completion queues for
-    /// its transmits and its receives.
+    /// Creates the state of an endpoint. `tx` has the slots of its completion queue for transmits,
+    /// and `rx` those of its completion queue for receives.
     pub(super) fn new(
         cache: &RegionCache,
         host: bool,

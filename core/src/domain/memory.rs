@@ -407,8 +407,8 @@ raw_memory! {
 
 /// A dma-buf to register, with the part of it that the region covers (`struct fi_mr_dmabuf`).
 ///
-/// A region of a [`Raw`] keeps the descriptor open, and [`Region::close`](super::Region::close)
-/// returns it.
+/// A region registered from a `Raw<DmaBuf>` keeps the file descriptor open.
+/// [`Region::close`](super::Region::close) returns the `Raw` with the descriptor.
 #[derive(Debug)]
 pub struct DmaBuf {
     /// The file descriptor of the dma-buf.
@@ -445,9 +445,10 @@ pub struct BorrowedDmaBuf<'a> {
     pub base_addr: Option<Address>,
 }
 
-/// Copies bytes of host memory that a NIC may be writing. If the region has the strict order and
-/// the NIC wrote the copied bytes, reads that the caller makes after the call see the bytes that
-/// the NIC wrote before the copied ones.
+/// Copies bytes of host memory that a NIC may be writing.
+///
+/// If the region has the strict order and the call copied bytes that the NIC wrote, later reads of
+/// the caller also see everything that the NIC wrote before these bytes.
 ///
 /// # Safety
 /// The `into.len()` bytes from `from` on must be host memory that stays mapped during the call. No

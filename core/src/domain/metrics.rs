@@ -208,8 +208,8 @@ impl Domain {
     /// Returns a snapshot of the domain's counts: registrations and bytes by path, refusals by
     /// cause, lookups of the cache, and the objects that are open now.
     ///
-    /// Other threads may count while the snapshot is taken. Without them, the counts add up. A
-    /// forked child gets no refusals.
+    /// The snapshot is not atomic: if other threads register meanwhile, its counts may differ by
+    /// these registrations. In a forked child, the list of refusals is empty.
     ///
     /// ```no_run
     /// use hmem_core::{Domain, Path};

@@ -6,7 +6,8 @@
 //! The files form layers, lower ones first. A file imports only from files before it, and
 //! `DomainInner` from this file:
 //!
-//! - `prefault`; `terms`: the settings of a request, and the promise about its memory
+//! - `prefault`: populates pages before a registration; `terms`: the settings of a request, and the
+//!   promise about its memory
 //! - `region_state`: the state of a region; `region`: its public handle; `region_slice`,
 //!   `region_view`: parts of regions
 //! - `metrics`: counts of registrations, refusals and lookups
@@ -18,8 +19,9 @@
 //! - `held`: the buffers that cached regions keep allocated; `monitors`: monitors of memory
 //! - `cached`: the registration cache of a domain; `cached_buffer`: its buffers; `inbound`:
 //!   flushes of devices; `local`: leases of local memory; `queue`: completion queues
-//! - `endpoint`; `rail_endpoint`: endpoints that share transfers; `window`; `grant`; `changed`,
-//!   `sparse`: regions over memory that comes and goes
+//! - `endpoint`: endpoints; `rail_endpoint`: endpoints of several NICs that share transfers;
+//!   `window`: memory windows; `grant`: grants
+//! - `changed`, `sparse`: regions over memory that comes and goes
 
 mod asynchronous;
 mod attr;
@@ -129,16 +131,18 @@ pub struct Domain {
     inner: Arc<DomainInner>,
 }
 
-/// The part of a domain that its regions, endpoints and windows keep open.
+/// The state that a domain shares with its regions, endpoints and windows. The NIC stays open until
+/// the last owner of this state is dropped.
 pub(crate) struct DomainInner {
     provider: Arc<dyn ProviderDomain>,
     registry: Arc<Registry>,
     selector: Arc<dyn PathSelector>,
     attr: DomainAttr,
-    /// The negotiated mr_mode bits. If the domain uses BASIC or SCALABLE, the value has that bit.
+    /// The negotiated mr_mode bits. In a domain of an old mode, BASIC or SCALABLE, the value has
+    /// the bit of that mode, and `effective` has the bits that the mode stands for.
     mode: MrMode,
-    /// The bits of `mode`, with BASIC or SCALABLE replaced by the mr_mode bits that the mode stands
-    /// for.
+    /// The mr_mode bits that apply: `mode`, with BASIC or SCALABLE replaced by the bits that the
+    /// old mode stands for.
     effective: MrMode,
     /// A copy of the provider's attributes of the NIC.
     provider_attr: ProviderAttr,
@@ -161,10 +165,11 @@ impl Domain {
     ///
     /// # Errors
     /// - [`ErrorKind::ModeMismatch`], which names the wrong or missing bits:
-    ///   - if the provider needs bits that `attr.mr_mode` does not offer, or does not support BASIC
-    ///   - for undefined bits, and for other bits besides BASIC or SCALABLE (only LOCAL may
-    ///     accompany BASIC, if the domain needs LOCAL)
-    ///   - without LOCAL, if [`DomainAttr::driver_calls_in_transfers`] is false
+    ///   - The provider needs bits that `attr.mr_mode` does not offer, or does not support BASIC.
+    ///   - `attr.mr_mode` has an undefined bit.
+    ///   - `attr.mr_mode` combines BASIC or SCALABLE with other bits. Only LOCAL may accompany
+    ///     BASIC, if the domain needs LOCAL.
+    ///   - `attr.mr_mode` lacks LOCAL, and [`DomainAttr::driver_calls_in_transfers`] is false.
     /// - [`ErrorKind::InvalidArgument`] for a NIC that the provider does not have, for staging
     ///   attributes that are 0 or too large, and for a direct path that is listed twice.
     /// - The errors of [`Provider::nics`], [`ProcessMark::current`] and [`Provider::open_domain`].

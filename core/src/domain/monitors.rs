@@ -14,9 +14,9 @@ use crate::{
 /// An iface, with its monitor or the reason why it has none.
 type IfaceMonitor = (IfaceKind, Result<Arc<dyn Monitor>>);
 
-/// The monitors that a registration cache or a [`SparseRegion`](super::SparseRegion) has needed so
-/// far. Threads that need a monitor for the first time at once may each start it, and add an
-/// element each. Later calls use the first element.
+/// The monitors that a registration cache or a [`SparseRegion`](super::SparseRegion) has started so
+/// far. If two threads need a monitor for the first time at once, both may start it and add it to
+/// the list. All later calls use the first of the two.
 #[derive(Debug, Default)]
 pub(super) struct Monitors(Mutex<Vec<IfaceMonitor>>);
 
@@ -77,8 +77,8 @@ impl Watch {
     /// before the subscription began.
     ///
     /// # Errors
-    /// [`ErrorKind::BadAddress`] if another allocation, or none, is there now. The subscription has
-    /// ended then.
+    /// [`ErrorKind::BadAddress`] if `range` is no longer in this allocation. The method then ends
+    /// the subscription.
     pub(super) fn confirm(
         domain: &DomainInner,
         (monitor, subscription): (Arc<dyn Monitor>, Subscription),
@@ -109,7 +109,8 @@ impl Watch {
         self.allocation.as_deref()
     }
 
-    /// Returns true if only [`Watch::is_current`] shows a change of the memory.
+    /// Returns true if the monitor sends no notifications for this memory, so that only
+    /// [`Watch::is_current`] detects a change.
     pub(super) fn needs_validation(&self) -> bool {
         self.allocation.is_some() && self.monitor.detection() == DetectionMethod::Identity
     }

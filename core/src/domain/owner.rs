@@ -15,7 +15,7 @@ const HMEM_FLAGS: MrFlags = MrFlags::HMEM_DEVICE_ONLY.union(MrFlags::HMEM_HOST_A
 /// other memory.
 pub(super) type Allocations = SmallVec<[Allocation; 1]>;
 
-/// The statements of a request about the owner of its memory.
+/// The iface, device and HMEM flags that a request names for its memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Claim {
     /// The iface that the caller named, if any.
@@ -26,9 +26,9 @@ pub(super) struct Claim {
     flags: MrFlags,
 }
 
-/// The actual owner of memory, with which the owner that the application names in a request is
-/// compared. The owner of a dma-buf cannot be queried. For a dma-buf this value is the owner that
-/// the request names.
+/// The owner with which a [`Claim`] is compared: the iface and device that own the memory. The
+/// owner of a dma-buf cannot be queried. For a dma-buf, this value repeats the owner that an
+/// earlier request or this request named.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     iface: IfaceKind,
@@ -194,10 +194,13 @@ impl DomainInner {
         Ok(claim.device)
     }
 
-    /// Checks the claim of a sub-region against the owner of its memory. Queries the ifaces only if
-    /// the request makes a claim. A dma-buf cannot be queried. So a claim about part of a dma-buf
-    /// is compared with the iface and the device of the region of the whole dma-buf. It is also
-    /// compared with the HMEM flags of that region and of the sub-regions that contain the part.
+    /// Checks the claim of a sub-region against the owner of its memory.
+    ///
+    /// - A request without a claim is not checked, and queries no iface.
+    /// - For memory by addresses, the method queries the owner.
+    /// - The owner of a dma-buf cannot be queried. The claim is compared with the iface and device
+    ///   of the region of the whole dma-buf, and with the HMEM flags of that region and of all
+    ///   sub-regions that contain the part.
     pub(super) fn check_part(
         &self,
         base: &RegionInner,

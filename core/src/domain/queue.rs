@@ -19,7 +19,7 @@ use crate::{
 pub(super) struct DomainQueue {
     /// The provider's own queue.
     pub(super) queue: Arc<dyn CompletionQueue>,
-    /// The domain that opened the queue, only to compare it with others.
+    /// The domain that opened the queue. Used only to refuse endpoints of other domains.
     domain: Weak<DomainInner>,
     /// The devices to flush before completions are returned. `None` if the domain has no device
     /// iface, or forbids driver calls in transfers.
@@ -45,7 +45,8 @@ impl DomainQueue {
         }
     }
 
-    /// Returns the queue behind a trait object. Fails if `domain` did not open it.
+    /// Returns the `DomainQueue` behind a trait object. Fails if the queue is of another type, or
+    /// if another domain opened it.
     pub(super) fn of<'a>(
         domain: &Arc<DomainInner>,
         queue: &'a Arc<dyn CompletionQueue>,

@@ -56,7 +56,8 @@ impl Stripe {
 
     /// Sets how many chunks a rail has in flight at most. 0 counts as 1. Default: 16.
     ///
-    /// More chunks are transferred again when a rail fails, the more are in flight.
+    /// When a rail fails, its chunks in flight are transferred again. A smaller number limits this
+    /// repetition.
     #[must_use]
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = chunks.max(1);
@@ -127,12 +128,12 @@ pub struct RailTransfer<'a, M: Memory> {
 /// A rail fails if a request on it ends with [`ErrorKind::Unavailable`] (the device is lost),
 /// [`ErrorKind::Unreachable`] (the peer's NIC or a port is gone), [`ErrorKind::Canceled`] (the
 /// connection has ended) or [`ErrorKind::Driver`]. Its chunks that have not succeeded are posted
-/// again on the other rails. So the loss of one rail loses no byte. These transfers are affected:
+/// again on the other rails. So the failure of a rail loses no bytes, but has these effects:
 ///
-/// - A write may write the same bytes twice. A packet of a failed rail that is still in the network
-///   may arrive late, after the transfer has completed. Do not write other bytes there before the
-///   peer has agreed, for example by a message that answers a message.
-/// - A transfer fails, with the error of the last rail, if no rail is left for one of its chunks.
+/// - A write may write the same bytes twice. A packet of the failed rail may still be in the
+///   network, and arrive after the transfer has completed. Before you write other bytes to the same
+///   place, exchange messages with the peer: send one, and wait for the answer.
+/// - If no rail is left for a chunk, its transfer fails with the error of the last rail.
 ///
 /// Every other error is that of the request, for example [`ErrorKind::InvalidKey`]. It ends the
 /// transfer, and is not tried again. On verbs such an error also ends the connection of its rail.
@@ -202,12 +203,13 @@ pub struct RailEndpoint {
 
 struct Rail {
     nic: Nic,
-    /// The number of the connection. 0 before the first.
+    /// The identifier of the rail's current or last connection. 0 means that the rail was never
+    /// connected.
     connection: u64,
-    /// `None` once the endpoint is closed. No request of the rail is executed any more, but some
-    /// may be in `in_flight` until their completions are read.
+    /// The endpoint on the rail's NIC. `None` once the endpoint is closed: the NIC then executes no
+    /// request of the rail, but `in_flight` has the requests whose completions have not been read.
     endpoint: Option<Endpoint>,
-    /// The queue of `endpoint` alone.
+    /// The completion queue of `endpoint`. No other endpoint uses the queue.
     queue: Arc<dyn CompletionQueue>,
     /// The peer, and the name of its NIC. Set while the state is Working.
     peer: Option<(PeerId, String)>,
@@ -217,7 +219,8 @@ struct Rail {
     /// The number of bytes of the chunks that have succeeded.
     bytes: u64,
     weight: i64,
-    /// The rail's claim to the next chunk, compared with the other rails'. See [`choose`].
+    /// The credit by which [`choose`] compares the rails. The rail with the largest credit gets the
+    /// next chunk.
     credit: i64,
     /// The chunks to post. Empty unless the state is Working.
     waiting: VecDeque<Chunk>,
@@ -229,7 +232,7 @@ struct Rail {
 #[derive(Clone, Copy)]
 struct Chunk {
     transfer: u64,
-    /// The connection that the chunk was given to last.
+    /// The identifier of the connection to which the chunk was assigned last.
     connection: u64,
     offset: u64,
     len: u64,
@@ -243,11 +246,11 @@ struct Transfer {
     left: u64,
     /// The error of the first chunk that failed. No further chunk is posted then.
     error: Option<Error>,
-    /// The memory by each connection that can carry the transfer.
+    /// The local and remote memory of the transfer, once for each connection that can carry it.
     routes: Vec<Route>,
 }
 
-/// The memory of a transfer as one connection names it.
+/// The local and remote memory of a transfer, with the descriptor and keys for one connection.
 struct Route {
     connection: u64,
     local: RegionSlice,
@@ -340,13 +343,13 @@ impl RailEndpoint {
 
     /// Starts a write of local bytes to the peer's memory. Its completion has `context`.
     ///
-    /// The transfer uses the rails that work now, and of these the ones whose local NIC has the
-    /// local memory and whose peer's NIC has a key of the remote memory. Later changes of keys
-    /// affect later transfers.
+    /// The transfer uses every rail that works now, if the local memory is registered on its NIC
+    /// and the peer's keys include one for the NIC that the rail is connected to. Later changes of
+    /// keys affect later transfers.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unreachable`] if there is no such rail. The context value `rails` has the
-    ///   reason for each rail.
+    /// - [`ErrorKind::Unreachable`] if no rail can carry the transfer. The context value `rails`
+    ///   has the reason for each rail.
     /// - The errors of [`PeerKeys::segments`] and [`Region::slice`](super::Region::slice).
     ///
     /// Other errors, such as a refused post, are reported by the completion.
@@ -439,7 +442,7 @@ impl RailEndpoint {
         Ok(())
     }
 
-    /// Returns the error of a transfer that no rail can carry.
+    /// Returns the error for a transfer that no rail can carry, with the reason for each rail.
     fn no_route<M: Memory>(&self, transfer: &RailTransfer<'_, M>) -> Error {
         let reasons = self.rails.iter().filter(|rail| !rail.removed).map(|rail| {
             let reason = match (&rail.state, &rail.peer) {
@@ -625,8 +628,8 @@ impl Rail {
         endpoint.is_some_and(|it| transfer.local.region_in(&it.domain).is_some())
     }
 
-    /// Returns the memory of a transfer as this rail names it, or `None` if the rail cannot carry
-    /// the transfer.
+    /// Returns the memory of a transfer with the descriptor and keys for this rail. Returns `None`
+    /// if the rail cannot carry the transfer.
     fn route<M: Memory>(&self, transfer: &RailTransfer<'_, M>) -> Result<Option<Route>> {
         let (RailState::Working, Some((_, peer_nic)), Some(endpoint)) =
             (&self.state, &self.peer, &self.endpoint)
@@ -685,7 +688,7 @@ fn choose<'a>(rails: &'a mut [Rail], transfer: &Transfer) -> Option<&'a mut Rail
     Some(chosen)
 }
 
-/// Returns a part of a list of segments, which is one sequence of bytes.
+/// Returns the segments for `len` bytes from `offset`, where `segments` are one sequence of bytes.
 fn part(
     segments: &[OwnedRemoteSegment],
     offset: u64,
@@ -703,7 +706,8 @@ fn part(
     found
 }
 
-/// Returns true for the error of a rail, and false for the error of a request.
+/// Returns true if a request with this error makes its rail fail, and false if only the request
+/// fails.
 fn ends_rail(error: &Error) -> bool {
     matches!(
         error.kind(),

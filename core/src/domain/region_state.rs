@@ -108,15 +108,15 @@ pub(crate) struct RegionInner {
     pub(super) state: AtomicU8,
 }
 
-/// State of sub-regions, and of regions with several ranges, an owned buffer, an asynchronous
-/// registration or a requested page size.
+/// State that few regions need: those with several ranges, an owned buffer, an asynchronous
+/// registration or a requested page size, and all sub-regions.
 pub(super) struct Rare {
     /// All ranges if there are several, otherwise empty.
     pub(super) ranges: Vec<AddressRange>,
     /// The base of a sub-region.
     pub(super) parent: Option<Dependent>,
-    /// The guarantee for the memory. [`RegionInner::release`] replaces it when the region is
-    /// closed.
+    /// The guarantee that the memory stays allocated. [`RegionInner::release`] takes it out when
+    /// the region is closed, and leaves [`KeepAlive::Caller`].
     pub(super) keep: Mutex<KeepAlive>,
     pub(super) page_size: usize,
     /// The asynchronous registration of the region. `None` if the registration is synchronous.
@@ -172,6 +172,8 @@ pub(super) struct Bindings {
     windows: Mutex<WindowList>,
     pub(super) counters: Mutex<Vec<Arc<Counter>>>,
     /// True once an endpoint was bound.
+    /// [`MemoryRegion::bind_endpoint`](super::MemoryRegion::bind_endpoint) holds the lock during
+    /// the bind, so that only one endpoint is bound.
     pub(super) endpoint: Mutex<bool>,
 }
 

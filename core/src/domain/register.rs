@@ -34,9 +34,9 @@ use crate::{
     registry::{AddressOwner, Registry},
 };
 
-/// A guard whose drop leaks the memory of a registration. It is dropped only if the provider or the
-/// path selector panics, because the NIC may have registered the memory then. After a registration
-/// without a panic, `mem::forget` disarms the guard.
+/// A guard that leaks the memory of a registration if the provider or the path selector panics. The
+/// NIC may have registered the memory before the panic, so the memory must not be freed. If nothing
+/// panics, `mem::forget` disarms the guard.
 struct LeakOnPanic<'a>(&'a KeepAlive);
 
 impl Drop for LeakOnPanic<'_> {
@@ -78,9 +78,11 @@ impl DomainInner {
         })
     }
 
-    /// Returns the memory with its owner, and populates host pages if the request asks for that.
-    /// Queries the ifaces for the owner only if `owner` is `None`. Stores the allocations of device
-    /// memory in the empty list `allocations`, which the result borrows.
+    /// Returns the memory of a request with its owner. If the request asks for it, also populates
+    /// host pages.
+    ///
+    /// Queries the ifaces for the owner only if `owner` is `None`. The result borrows
+    /// `allocations`, an empty list to which this method adds the allocations of device memory.
     fn resolve<'a>(
         &'a self,
         checked: &Checked<'a>,
@@ -406,8 +408,8 @@ impl MemoryRegion {
     /// queue is bound ([`Domain::bind`](super::Domain::bind)), the result is a pending region.
     ///
     /// The NIC enforces the bounds and the rights of the part. The part pins no memory, and keeps
-    /// this region registered. It has this region's iface, device and page size, and the domain's
-    /// write ordering.
+    /// this region registered. The part has the iface, device and page size of this region, and the
+    /// domain's write ordering.
     ///
     /// ```no_run
     /// use hmem_core::{Access, MemoryRegion, RemoteKey, Result};

@@ -1,7 +1,8 @@
 //! Requests to register memory, and the checks that need no call of an iface or provider.
 //!
-//! Every registration is one [`RegionRequest`], which the public function creates and every later
-//! step borrows. [`DomainInner::check`] turns it into a [`Checked`] request, for one domain.
+//! Each public function that registers memory creates a [`RegionRequest`]. All later steps borrow
+//! this request. [`DomainInner::check`] checks it for one domain, and returns a [`Checked`]
+//! request.
 
 use std::{
     any::Any,
@@ -407,7 +408,8 @@ fn check_ranges(ranges: &[AddressRange], provider: &ProviderAttr) -> Result<()> 
     check_length(total, provider)
 }
 
-/// Fails for a total length above the NIC's limit. `None` means 2^64 or more.
+/// Fails if the total length of a request exceeds the NIC's limit. `total` is `None` if the length
+/// is 2^64 or more.
 #[inline]
 fn check_length(total: Option<u64>, provider: &ProviderAttr) -> Result<()> {
     let (length, limit) = (total.unwrap_or(u64::MAX), provider.max_mr_size);

@@ -52,12 +52,13 @@ pub struct RoamingRegion<M: Memory> {
     /// The regions, one for each NIC; none after [`RoamingRegion::withdraw`].
     regions: Vec<Region<M>>,
     parts: Arc<M::Parts>,
-    /// The settings of each registration.
+    /// The rights, flags and page size for the next registration of the memory.
     settings: Settings,
     feed: KeyFeed,
 }
 
-/// The settings that a roaming region keeps.
+/// The settings with which a roaming region registers its memory each time. They are those of the
+/// first region.
 #[derive(Clone, Copy)]
 struct Settings {
     access: Access,
@@ -171,8 +172,9 @@ impl<M: Memory> RoamingRegion<M> {
     /// [`RoamingRegion::reopen`] and [`RoamingRegion::add`] can register it again. Returns the
     /// number of the new generation.
     ///
-    /// Some kernel drivers (rdma_rxe, siw) complete the removal of a device only once all its users
-    /// have closed it. Withdraw all regions and close the domain, before the device comes back.
+    /// Some kernel drivers (rdma_rxe, siw) complete the removal of a device only after all users
+    /// have closed the device. The device can come back only then. So withdraw all regions and
+    /// close the domain.
     ///
     /// # Errors
     /// The errors of [`MemoryRegion::close`]. The region stays registered, without a published key.

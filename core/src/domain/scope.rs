@@ -1,8 +1,8 @@
 //! Registration of borrowed memory while a closure runs.
 //!
-//! The closure gets the region by reference, and so cannot forget it. A region that is returned
-//! with a borrow would be unsound: `std::mem::forget` of the region would leave the memory
-//! registered after the borrow has ended.
+//! The closure gets the region by reference, so that it cannot call `std::mem::forget` on the
+//! region. A function that returned a region with a borrow of the memory would be unsound: if the
+//! caller forgot the region, the memory would stay registered after the borrow has ended.
 
 #![allow(unsafe_code, reason = "borrowed memory by its addresses, and copies of its bytes")]
 
@@ -156,8 +156,8 @@ impl Drop for CloseOnExit {
     }
 }
 
-/// A guard that aborts the process if a registration panics. Unwinding would end the borrow, and
-/// the memory may be registered.
+/// A guard that aborts the process if a registration panics. After the panic, the memory may be
+/// registered, and unwinding would end the borrow that protects it.
 struct AbortOnPanic;
 
 impl Drop for AbortOnPanic {

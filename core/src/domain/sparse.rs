@@ -71,9 +71,10 @@ use crate::{
 /// # Keys that a NIC reuses
 ///
 /// A verbs NIC may give the number of a closed key to a later registration. The NIC then accepts
-/// the number again, for other memory. `PeerKeys` refuses bytes that were named in an older
-/// generation, and hands out no key of an older one. So let peers take keys from there for each
-/// transfer, and do not store them. The software NIC chooses its keys at random.
+/// the number again, for other memory. `PeerKeys` gives out only keys of the newest generation that
+/// it has received. It refuses offsets that the application sent with an older generation if their
+/// part has changed since. So peers should ask `PeerKeys` for the keys of each transfer, and not
+/// store keys. The software NIC chooses its keys at random.
 ///
 /// # Examples
 ///
@@ -103,7 +104,8 @@ use crate::{
 /// ```
 pub struct SparseRegion {
     shared: Arc<Shared>,
-    /// The thread that withdraws parts after a monitor's notification. `None` during the drop.
+    /// The thread that withdraws parts after a monitor's notification. `None` only while the region
+    /// is dropped.
     worker: Option<JoinHandle<()>>,
 }
 
@@ -125,21 +127,25 @@ struct Shared {
     addresses: AddressRange,
     promise: Promise,
     access: Access,
-    /// Dropped before the parts, so that peers learn that the keys end before they do.
+    /// The feed of the region's keys. Declared before `parts`: dropping the feed tells peers that
+    /// the keys end, and then the drop of `parts` ends them.
     feed: KeyFeed,
     monitors: Monitors,
-    /// Changes that monitors reported. A notification takes no lock.
+    /// The addresses that monitors have reported as changed and no thread has handled yet. Monitors
+    /// write to it without a lock.
     changed: Arc<ChangedAddresses>,
     parts: Mutex<Parts>,
-    /// Set by the drop, to end the worker.
+    /// True once the worker must end. The drop of the region sets it.
     stop: AtomicBool,
 }
 
 #[derive(Default)]
 struct Parts {
-    /// The parts that are or will be published, in the order of addresses.
+    /// The current parts, in the order of addresses. Each is published, or will be by the call that
+    /// holds the lock.
     live: Vec<Part>,
-    /// Withdrawn parts that a driver refused to close. Each change retries them first.
+    /// Withdrawn parts that are still registered, because a driver refused to close a region. Every
+    /// change of the parts tries again to close them.
     closing: Vec<Part>,
 }
 
@@ -147,13 +153,13 @@ struct Part {
     range: AddressRange,
     /// One region for each domain.
     regions: Vec<MemoryRegion>,
-    /// `None` if nothing watches the memory.
+    /// The subscription to changes of the memory. `None` if no monitor can watch the memory.
     watch: Option<Watch>,
 }
 
 impl Part {
-    /// Returns true unless the memory is known to have changed. A comparison that fails counts as a
-    /// change.
+    /// Returns false if the identity of the memory has changed, or cannot be compared. Returns true
+    /// for memory whose changes a monitor notifies, and for memory that nothing watches.
     fn is_current(&self) -> bool {
         let Some(watch) = self.watch.as_ref().filter(|watch| watch.needs_validation()) else {
             return true;
@@ -404,8 +410,8 @@ impl Shared {
         self.feed.publish(live.iter().map(part).collect::<Result<_>>()?)
     }
 
-    /// Publishes the parts without those for which `goes` returns true, and closes these parts and
-    /// those that were left from earlier calls.
+    /// Withdraws the parts for which `goes` returns true: publishes the keys of the other parts,
+    /// and closes the withdrawn ones. Also closes parts that an earlier call failed to close.
     fn remove(&self, parts: &mut Parts, mut goes: impl FnMut(&Part) -> bool) -> Result<()> {
         let (gone, live): (Vec<_>, Vec<_>) =
             mem::take(&mut parts.live).into_iter().partition(|part| goes(part));
@@ -471,7 +477,8 @@ impl Shared {
         Ok(generation)
     }
 
-    /// Checks ranges that are sorted by their start.
+    /// Fails if a range is empty or leaves the region's addresses, or if two ranges overlap. The
+    /// ranges are sorted by their start.
     fn check(&self, sorted: &[AddressRange]) -> Result<()> {
         let refuse = |kind, range| {
             Err(Error::new(kind, "set parts")
@@ -518,7 +525,8 @@ impl Shared {
         }
     }
 
-    /// Registers a part with every NIC. After an error the part may have regions.
+    /// Registers a part with every NIC. After an error, `part` has the regions that were registered
+    /// before, and the caller closes them.
     fn register_part(&self, part: &mut Part, owner: &AddressOwner) -> Result<()> {
         let request = RegionRequest {
             source: Source::Ranges(slice::from_ref(&part.range)),
@@ -584,8 +592,9 @@ fn changed_meanwhile() -> Error {
         .remedy("retry when the application has ended its change of the memory")
 }
 
-/// Returns the error for memory whose monitor reports that it cannot watch a registration by peer
-/// memory: the driver may end such a registration, and the comparison of identities would miss it.
+/// Returns the error for memory that is registered by peer memory, but that the monitor cannot
+/// watch in this case. The driver may end such a registration, and a comparison of the memory's
+/// identity would not show that.
 fn unwatched_peer_memory() -> Error {
     Error::new(ErrorKind::Unsupported, "set parts")
         .context("why", "the monitor does not see when a driver ends a registration by peer memory")

@@ -92,7 +92,8 @@ pub struct Type2Window {
     inner: Arc<Type2Inner>,
 }
 
-/// The state of a type 2 window. The window lists of regions refer to it.
+/// The state of a type 2 window. Each region to which the window was bound has a weak reference to
+/// it.
 struct Type2Inner {
     /// The provider's window. Declared before `state`, so that the window is freed before the
     /// bindings in `state` end.
@@ -105,11 +106,12 @@ struct Type2State {
     /// The binding of the last posted bind. `None` if an invalidation was posted after the bind, or
     /// if the provider reports that the window is not bound.
     bound: Option<Bound>,
-    /// Earlier bindings. If the binds and invalidations that were posted after one of them fail,
-    /// the window still has that binding. The list is empty once the provider has no pending
-    /// request for the window.
+    /// Earlier bindings that may still hold. If all requests that were posted after a bind fail,
+    /// the window still has the binding of this bind. The list is empty once the provider has no
+    /// pending request for the window.
     ending: Vec<Bound>,
-    /// The region to which the window was last bound. The region's list contains this window.
+    /// The region to which a bind was last posted, whose list has this window. A further bind to
+    /// the same region need not add the window again.
     listed: Weak<RegionInner>,
 }
 

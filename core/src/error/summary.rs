@@ -43,8 +43,8 @@ pub struct ErrorSummary {
     pub remedy: Option<String>,
     /// The probable causes ([`Error::causes`]), the most probable first.
     pub causes: Vec<CauseSummary>,
-    /// The context values by name, the value `why` included. Of several values with one name, the
-    /// first.
+    /// The context values by name, including the value `why`. If several values have the same name,
+    /// the map has the first.
     pub values: BTreeMap<String, String>,
     /// The paths that were tried, in order. Empty unless a path search failed.
     pub attempts: Vec<AttemptSummary>,

@@ -26,10 +26,11 @@ named_enum! {
 }
 
 named_enum! {
-    /// The memory that an iface exports as a dma-buf for a range to be registered.
+    /// The amount of memory that an iface exports as one dma-buf, when a range is registered.
     ///
-    /// A NIC registers only the requested range of a larger export, so its key grants no more. Some
-    /// drivers export, and some NICs import, whole allocations or whole segments only.
+    /// The export may be larger than the range, because some drivers export, and some NICs import,
+    /// only whole segments or whole allocations. The NIC always registers only the range, so the
+    /// key grants no access to the rest of the export.
     #[derive(Default, PartialOrd, Ord, Serialize, Deserialize)]
     #[serde(rename_all = "kebab-case")]
     pub enum ExportUnit {

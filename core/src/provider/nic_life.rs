@@ -175,7 +175,7 @@ impl Log {
 mod tests {
     use super::*;
 
-    /// LIFE-08
+    /// LIFE-08: each reader of a NIC's record gets each event once.
     #[test]
     fn each_reader_gets_each_event_once() {
         let (record, early, late) = (NicRecord::default(), AtomicU64::new(0), AtomicU64::new(0));
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(record.events_after(&late), [NicEvent::PortDown(1), NicEvent::PortUp(1)]);
     }
 
-    /// LIFE-08
+    /// LIFE-08: a record discards the oldest event if it has [`NicRecord::KEPT`] events.
     #[test]
     fn record_keeps_the_latest_events_only() {
         let (record, read) = (NicRecord::default(), AtomicU64::new(0));
@@ -197,7 +197,7 @@ mod tests {
         assert_eq!(events.last(), Some(&NicEvent::EndpointFailed(99)));
     }
 
-    /// LIFE-08
+    /// LIFE-08: the NIC works again once all ports are up, but is lost for good.
     #[test]
     fn port_is_down_until_all_ports_are_up_and_a_loss_is_final() {
         let record = NicRecord::default();
