@@ -14,7 +14,8 @@ use crate::{
     Error, ErrorKind, RailKeys, Result, frame::Frame, random::random_u64, transfer::RemoteSegment,
 };
 
-/// Contiguous registered bytes of a memory whose keys are published, and the keys that reach them.
+/// A contiguous part of a published memory: its registered bytes, and the keys by which peers reach
+/// them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyPart {
     /// The offset of the first byte in the memory.
@@ -23,13 +24,14 @@ pub struct KeyPart {
     pub keys: RailKeys,
 }
 
-/// A part of a generation.
+/// A part in the list of a generation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct PublishedPart {
     part: KeyPart,
     len: u64,
-    /// The first generation of this registered memory. Later generations may add and leave out
-    /// NICs, as long as one NIC has the same key as before.
+    /// The generation that first had this part with this registration. A part that is registered
+    /// again with new keys on all NICs counts as new. A part stays the same while at least one NIC
+    /// keeps its key, even if other NICs are added or left out.
     since: u64,
 }
 
@@ -56,7 +58,8 @@ impl PublishedPart {
         self.part.offset + self.len
     }
 
-    /// Returns true if `new` is the memory of this part: a NIC has the same key for both.
+    /// Returns true if both parts are the same registered memory: they have the same offset and
+    /// length, and at least one NIC has the same key in both.
     fn is_memory_of(&self, new: &Self) -> bool {
         let (old, new_rails) = (self.part.keys.rails(), new.part.keys.rails());
         (self.part.offset, self.len) == (new.part.offset, new.len)
@@ -64,7 +67,8 @@ impl PublishedPart {
     }
 }
 
-/// Returns the reason why a list of parts is refused, if it is.
+/// Checks that the parts do not overlap and are in the order of their offsets. The error is the
+/// reason.
 fn check_order(parts: &[PublishedPart]) -> Result<(), &'static str> {
     let in_order = parts.is_sorted_by(|a, b| a.end() <= b.part.offset);
     if in_order { Ok(()) } else { Err("parts that overlap, or are not in the order of offsets") }
@@ -76,8 +80,9 @@ fn check_order(parts: &[PublishedPart]) -> Result<(), &'static str> {
 /// go and be registered again with other keys. The owner publishes all current parts as one list.
 /// Each list that differs from the one before is a new *generation*, numbered from 1.
 ///
-/// A part stays the same memory while at least one NIC keeps its key for it. So the list of a
-/// part's NICs can grow and shrink, and peers may go on with bytes that an older generation named.
+/// A part stays the same memory while at least one NIC keeps its key for it. So NICs can be added
+/// to a part and removed from it, and peers may still access bytes whose offsets they learned with
+/// an older generation.
 ///
 /// The feed sends nothing itself. The application sends the bytes that [`KeySubscription::wait`]
 /// returns, over any channel. Every update has the complete list, so a peer that misses updates is
@@ -129,7 +134,7 @@ struct Shared {
 }
 
 struct State {
-    /// 0 before the first list.
+    /// The number of the current generation, or 0 before the first.
     generation: u64,
     parts: Vec<PublishedPart>,
     /// True once the feed was dropped. No further generation follows.
@@ -151,8 +156,8 @@ impl KeyFeed {
     /// Publishes the current parts of the memory, in the order of their offsets. Returns the number
     /// of the current generation, which is a new one unless the list is unchanged.
     ///
-    /// Publish a shorter list before the memory of a removed part is unmapped, and close its region
-    /// in between: from then on the NIC refuses the old keys.
+    /// To remove a part, first publish the list without the part. Then close the part's region, so
+    /// that the NIC refuses the old keys. Only then unmap the memory.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for parts that overlap or are not in order, and for keys of
@@ -307,28 +312,29 @@ struct WirePart {
 pub struct AppliedUpdate {
     /// The number of the generation.
     pub generation: u64,
-    /// The number of generations between this one and the one that the peer had before. They are
-    /// lost, and this generation replaces them.
+    /// The number of generations that the peer did not receive: those after the peer's previous
+    /// generation and before this one. The peer does not need them, because each update has the
+    /// complete list.
     pub missed: u64,
 }
 
 /// The newest keys that a peer has received from a [`KeyFeed`].
 #[derive(Clone, Debug, Default)]
 pub struct PeerKeys {
-    /// The number of the feed of the first update.
+    /// The identifier of the feed, from the first update. `None` before the first update.
     feed: Option<u64>,
     generation: u64,
     parts: Vec<PublishedPart>,
 }
 
 impl PeerKeys {
-    /// Takes over the update that a peer sent. From now on the keys of the older generation are
-    /// refused, unless they are in the update too.
+    /// Replaces the current generation by the update that the owner of the memory sent. Keys that
+    /// are not in the update are no longer given out.
     ///
     /// # Errors
     /// - [`ErrorKind::Malformed`] for bytes that are not an update.
-    /// - [`ErrorKind::InvalidArgument`] for an update of another feed than the first one. A peer
-    ///   that restarts has a new feed.
+    /// - [`ErrorKind::InvalidArgument`] for an update of another feed than that of the first
+    ///   update. An owner that restarts has a new feed.
     /// - [`ErrorKind::BadState`] for an update that is not newer than the current generation, for
     ///   example one that arrives twice.
     ///

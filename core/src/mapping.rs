@@ -141,8 +141,9 @@ mod tests {
         maps.lines().any(|line| line.starts_with(&format!("{:x}-", address.0)))
     }
 
-    /// Maps 64 KiB at `near`, or elsewhere if the addresses are not free. Other memory of the
-    /// process has other rights, so the kernel does not merge it with the mapping.
+    /// Maps 64 KiB at `near`, or elsewhere if the addresses are not free. The mapping is executable
+    /// only, unlike other memory of the process, so that the kernel does not merge it with a
+    /// neighbour.
     fn reserve(near: Address) -> Result<Mapping, Errno> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         Mapping::anonymous_near(near, 1 << 16, ProtFlags::EXEC, flags)

@@ -62,8 +62,8 @@ pub struct Decision {
     pub unit: ExportUnit,
     /// True if the path comes from an earlier registration with the same iface, device, kind of
     /// memory, NIC, policy and list of direct paths. The list of attempts then begins with the
-    /// refusals of the earlier registration, which name that registration's memory range, not this
-    /// one's. The attempts of this registration follow.
+    /// refusals of the earlier registration, with the memory range of that registration. The
+    /// attempts of this registration follow.
     pub from_cache: bool,
     /// All attempts to register, in order.
     pub attempts: Trace,
@@ -125,8 +125,8 @@ pub unsafe trait PathSelector: fmt::Debug + Send + Sync {
     /// Returns the decision for host memory on `nic`.
     fn plain_host(&self, nic: &Nic) -> Decision;
 
-    /// Adds the probable causes to `error`, with which the NIC of `target` refused host memory
-    /// ([`Error::with_causes`]). The default returns `error` as it is.
+    /// Adds the probable causes to an error ([`Error::with_causes`]). `error` is the refusal of the
+    /// NIC of `target` to register host memory. The default returns `error` as it is.
     fn explain_host(&self, target: Target<'_>, error: Error) -> Error {
         let _ = target;
         error

@@ -3,35 +3,37 @@
 //!
 //! # The argument
 //!
-//! A buffer of a region has two kinds of racing accesses. Those of NICs and devices are no accesses
-//! of the Rust program. Those of other threads are: another copy of the same bytes, or an
-//! application's atomic. Rust gives a race of plain accesses no meaning. Therefore `ptr::copy`,
-//! `ptr::copy_nonoverlapping` and volatile accesses are excluded. So is a direct call of the C
-//! library's `memmove`: LLVM knows that function by its name, and turns the call into the same
+//! Two kinds of accesses may race with a copy. Accesses of NICs and devices are not accesses of the
+//! Rust program. Accesses of other threads are: they are copies of the same bytes, or atomics of
+//! the application.
+//!
+//! In Rust, a race of plain accesses is undefined behaviour. Therefore this function cannot use
+//! `ptr::copy`, `ptr::copy_nonoverlapping` or volatile accesses. It cannot call the C library's
+//! `memmove` directly either. LLVM knows `memmove` by its name, and turns the call into the same
 //! plain copy as `ptr::copy` (`llvm.memmove`), or for 8 bytes into a plain load and store.
 //!
 //! [`racing_copy`] uses two means instead:
 //!
 //! - A copy of 1, 2, 4 or 8 aligned bytes is a relaxed atomic load and a relaxed atomic store of
-//!   that length. It moves as a whole, as a NIC moves a flag or a counter.
+//!   that length. Such bytes move as a whole, as a flag or a counter does when a NIC writes it.
 //! - Any other copy calls `memmove` through a pointer that has passed through an empty `asm!`
-//!   block. The compiler cannot know which function the pointer names, so it must allow for any
-//!   code that may run there. An allowed code is a loop of relaxed `AtomicU8` loads and stores, in
-//!   any order, which may copy a byte again. The machine code of `memmove` has no other effect:
-//!   processors perform a wide access as accesses to its bytes, and never tear a byte. This is the
-//!   rule by which Rust judges foreign code and `asm!` blocks: for each execution there must be
-//!   Rust operations with the same effect.
+//!   block. The compiler cannot know which function the pointer names. So it must assume that the
+//!   function may be a loop of relaxed `AtomicU8` loads and stores, in any order, which may copy a
+//!   byte again. The machine code of `memmove` has the same effect as such a loop: processors
+//!   perform a wide access as accesses to its bytes, and never tear a byte. This satisfies Rust's
+//!   rule for foreign code and `asm!` blocks: for each execution there must be Rust operations with
+//!   the same effect.
 //!
 //! So a race has only one consequence: the copy is a mixture of old and new bytes.
 //!
 //! # Atomics of different sizes
 //!
-//! Rust leaves races between atomics of different sizes over the same bytes without a meaning. Two
-//! such races can occur here: a long copy against an application's or the software NIC's 8-byte
-//! atomic, and an aligned copy of 4 bytes against such an atomic. This library relies on more than
-//! Rust promises for them: LLVM defines an atomic load byte by byte, and so do the memory models of
-//! x86-64 and aarch64. The 8-byte atomic stays whole for all accesses of its own size. The copy has
-//! for each byte the old or the new value.
+//! Rust does not define races between atomics of different sizes over the same bytes. Two such
+//! races can occur here, both with an 8-byte atomic of the application or of the software NIC: that
+//! of a long copy, and that of an aligned copy of 4 bytes. For these races, this library relies on
+//! more than Rust promises: LLVM defines an atomic load byte by byte, and so do the memory models
+//! of x86-64 and aarch64. The 8-byte atomic stays whole for all accesses of its own size. The copy
+//! has for each byte the old or the new value.
 //!
 //! # Order
 //!
@@ -69,8 +71,8 @@ type Memmove = unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> *mut c
 /// # Safety
 /// - `from` must be readable, and `to` writable, for `len` bytes. If `len` is 1, 2, 4 or 8, `from`
 ///   must come from a pointer that allows writes, because it is loaded as an atomic.
-/// - No Rust reference to the bytes may be in use elsewhere that the copy would violate. References
-///   to atomics are allowed.
+/// - During the copy, no mutable reference to the source bytes and no reference to the destination
+///   bytes may be live elsewhere. References to atomics are allowed.
 /// - All racing accesses by the program must be atomic, or copies by this function.
 #[inline]
 pub unsafe fn racing_copy(from: *const u8, to: *mut u8, len: usize) {

@@ -35,10 +35,10 @@ pub struct Registration<'a> {
     /// enables it. A provider without [`Enabling`](crate::provider::Enabling) ignores this field:
     /// its regions are always usable at once.
     pub enabled: bool,
-    /// The settings for registering host memory in parts, by parallel driver calls. `None` splits
-    /// only ranges that are too long for one call. A provider that ignores these settings reports
-    /// progress once, at the end. The domain catches a panic of the application's callback, so that
-    /// it does not unwind through the provider.
+    /// The settings for registering host memory in parts, by parallel driver calls. With `None`,
+    /// the provider splits only ranges that are too long for one call. A provider that ignores
+    /// these settings reports progress once, at the end. The progress callback never panics here:
+    /// the domain catches a panic of the application's callback.
     pub parallel: Option<&'a Parallel<'a>>,
     /// The domain's policy for direct access to device memory.
     pub policy: P2pPolicy,

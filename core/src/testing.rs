@@ -42,7 +42,8 @@ pub struct Faults<C> {
 
 #[derive(Debug)]
 struct State<C> {
-    /// True once a test has called a method that depends on counts. Each call then locks `plan`.
+    /// True once [`Faults::start_counting`] was called. From then on calls of all kinds are
+    /// counted, and each call locks `plan` to look for faults.
     counting: AtomicBool,
     /// The number of calls so far, by [`CallKind::index`].
     counts: Box<[AtomicU64]>,
@@ -63,7 +64,7 @@ struct Plan<C> {
 #[derive(Clone, Copy, Debug)]
 struct Failure<C> {
     call: C,
-    /// The number of the first call that fails, as [`Faults::calls`] counts.
+    /// The first call that fails, by its number among the counted calls of its kind, from 1.
     first: u64,
     last: u64,
     errno: Errno,
@@ -96,8 +97,8 @@ impl<C: CallKind> Faults<C> {
         }
     }
 
-    /// Makes one call of this kind fail with `errno`: the `nth` from now on, where 1 (or 0) is the
-    /// next. The kind of the error is [`Errno::kind`].
+    /// Makes one call of this kind fail with `errno`: the `nth` from now on. 1 is the next call,
+    /// and 0 counts as 1. The kind of the error is [`Errno::kind`].
     pub fn fail_nth(&self, call: C, nth: u64, errno: Errno) {
         let nth = nth.max(1);
         self.fail(call, nth, nth, errno);

@@ -68,7 +68,8 @@ named_enum! {
 
 named_enum! {
     /// A rule for memory windows. An operation that breaks a rule is refused, and the error has the
-    /// rule's name as its context value `rule`. The numbers of rules (C10-72) are InfiniBand's.
+    /// rule's name as its context value `rule`. A number such as C10-72 is that of the rule in the
+    /// InfiniBand specification.
     pub enum WindowRule {
         /// A window must be allocated before its use, and only once.
         Allocated = "allocated",

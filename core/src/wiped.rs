@@ -1,9 +1,10 @@
 //! Memory that is zeroed in a forked child.
 //!
-//! This memory holds the number of the process, and the state that a hook or a monitor's thread
-//! shares with the rest of the process. So a child of `fork` or of a raw `clone` finds in it no
-//! invalidator, no lock that another thread held, and no hooked call in flight. A `vfork` child and
-//! a new thread share all memory with their parent, including this memory.
+//! The library keeps state here that a forked child must not inherit: the number of the process,
+//! and the state that a hook or a monitor's thread shares with the rest of the process. In a child
+//! of `fork` or of a raw `clone`, this state is zero: no invalidator is subscribed, no lock is held
+//! by a thread of the parent, and no hooked call is in flight. A `vfork` child and a new thread
+//! share all memory with their parent, including this memory.
 
 #![allow(unsafe_code, reason = "maps memory that is zeroed in a forked child")]
 

@@ -79,9 +79,10 @@ pub enum Backing<'a> {
         fd: BorrowedFd<'a>,
         /// The offset of the piece in the dma-buf, in bytes.
         offset: DmaBufOffset,
-        /// The route by which the NIC is to reach the memory. [`DmaBufMapping::DataDirect`] comes
-        /// only to a NIC with [`Imports::data_direct`]. A provider ignores the other routes, which
-        /// the device chose at the export.
+        /// The dma-buf mapping. A provider must use the Data Direct function of its NIC for
+        /// [`DmaBufMapping::DataDirect`], which is passed only if the NIC has
+        /// [`Imports::data_direct`]. A provider ignores the other mappings, because the export has
+        /// already determined them.
         mapping: DmaBufMapping,
     },
     /// A device address that a peer-memory client resolves.
@@ -220,8 +221,9 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
     /// # Errors
     /// After an error the region is still registered.
     ///
-    /// - Busy for a region with a sub-region or a bound window. The provider counts them, because
-    ///   safe code reaches [`SubRegions`] and [`Windows`] without [`Domain`](crate::Domain).
+    /// - Busy for a region with a sub-region or a bound window. The provider itself must count the
+    ///   sub-regions and bound windows of a region: safe code can create them by [`SubRegions`] and
+    ///   [`Windows`] without a [`Domain`](crate::Domain).
     /// - The error that the driver reported.
     fn deregister(&self, region: ProviderRegion) -> Result<()>;
 
@@ -360,7 +362,8 @@ pub struct EndpointAttr {
     /// - an atomic on several elements
     /// - a transfer of staged memory, into the chunks that the NIC transfers at once
     ///
-    /// Libfabric divides writes and reads likewise. A transfer of staged memory counts once there.
+    /// The libfabric provider divides writes and reads in the same way. With this provider, a
+    /// transfer of staged memory counts once.
     ///
     /// [`Domain::open_cq`]: crate::Domain::open_cq
     pub depth: usize,
@@ -386,10 +389,10 @@ impl EndpointAttr {
 
 /// A queue of completions.
 ///
-/// The queue never overruns. The provider counts the completions that are unread and those of
-/// requests in flight, for all endpoints of the queue. A request that the provider divides counts
-/// once for each part, because each part completes if the request fails. A post that the queue
-/// might have no room for fails with Again.
+/// The queue never overruns. For all endpoints of the queue together, the provider counts the
+/// unread completions and the requests in flight. A request that the provider divides counts once
+/// for each part, because each part completes if the request fails. A post fails with Again if the
+/// queue might have no room for its completions.
 ///
 /// This trait is safe to implement. A [`ProviderDomain`] guarantees the behaviour of the queues
 /// that it opens, and refuses all others.

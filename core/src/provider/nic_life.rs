@@ -49,10 +49,10 @@ pub enum NicEvent {
 ///
 /// Once the state is [`NicState::Lost`], the domain behaves like this:
 ///
-/// - Calls that need the device fail at once with the error of [`NicRecord::check`]. These register
-///   memory, open objects, connect, post requests, or bind windows.
-/// - Each pending request completes with that error when a thread next reads its queue or waits for
-///   it. A read of an empty queue fails with it.
+/// - Calls that register memory, open objects, connect, post requests or bind windows fail at once.
+///   They need the device, and return the error of [`NicRecord::check`].
+/// - Each pending request completes with the same error when a thread next reads its completion
+///   queue or waits for a completion. A read of an empty queue fails with this error.
 /// - Deregistrations, closes and frees succeed, and leave nothing behind.
 pub trait NicLife {
     /// Reads the events that the driver has reported, and returns the state.
@@ -65,7 +65,8 @@ pub trait NicLife {
     fn nic_events(&self) -> Vec<NicEvent>;
 }
 
-/// The state and the latest events of a NIC, for providers. The domains of one NIC may share it.
+/// The state and the latest events of a NIC, for providers. Several domains of one NIC may share a
+/// record.
 #[derive(Debug, Default)]
 pub struct NicRecord {
     lost: AtomicBool,
@@ -78,7 +79,7 @@ struct Log {
     cause: Option<Cow<'static, str>>,
     ports_down: BTreeSet<u8>,
     events: VecDeque<NicEvent>,
-    /// The number of all events so far.
+    /// The number of events that were ever added, including those that are no longer in `events`.
     count: u64,
 }
 
@@ -131,7 +132,7 @@ impl NicRecord {
         log.events.iter().skip(log.events.len() - unread).cloned().collect()
     }
 
-    /// Returns the error of a call that needs the device.
+    /// Checks that the device is not lost, for a call that needs the device.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the device is lost, with the reason as the context value
@@ -141,7 +142,7 @@ impl NicRecord {
         if self.is_lost() { Err(self.loss(nic, operation)) } else { Ok(()) }
     }
 
-    /// Returns the error of [`NicRecord::check`] for a lost device.
+    /// Returns the error that [`NicRecord::check`] returns once the device is lost.
     #[cold]
     #[must_use]
     pub fn loss(&self, nic: &Nic, operation: &'static str) -> Error {
