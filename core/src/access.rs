@@ -40,10 +40,9 @@ bitflags::bitflags! {
     /// Operations that the local endpoint and its peers may perform on a region (`fi_mr(3)`,
     /// "access").
     ///
-    /// [`Access::empty`] is allowed. It registers memory whose keys grant nothing: peers can
-    /// neither read nor write it, and local transfers that need a right are refused. The NIC may
-    /// still read the memory, so the region can be the base of sub-regions and windows that grant
-    /// reads.
+    /// [`Access::empty`] is allowed. The keys of such a region grant nothing: peers can neither
+    /// read nor write the memory, and local transfers that need a right are refused. The NIC itself
+    /// may read the memory. So sub-regions and windows of the region can grant reads.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct Access: u64 {
         /// The region may take part in collective operations. In `MrMode::COLLECTIVE`, collective

@@ -29,8 +29,8 @@ named_enum! {
         /// refused with the same error, the step is [`Step::Export`] instead.
         ExportWhole = "export of several segments in one",
         /// Exporting the memory as a range, a segment or a whole allocation
-        /// ([`ExportUnit`](crate::path::ExportUnit)), or registering that export. A refusal names
-        /// this step if an export in another unit worked afterwards. Otherwise it names
+        /// ([`ExportUnit`](crate::path::ExportUnit)), or registering that export. A refusal has
+        /// this step only if an export in another unit succeeded afterwards. Otherwise its step is
         /// [`Step::Export`] or [`Step::Register`].
         ExportUnit = "export in one unit",
         /// Exporting the memory as a dma-buf, or opening it to peer-memory clients.
@@ -102,8 +102,8 @@ pub enum CoherentLink {
     /// NVLink-C2C. A NIC can reach the device's memory through the CPU and this link (the default
     /// mapping of a dma-buf), or through the device's BAR (the PCIe mapping).
     C2c {
-        /// True if a PCIe switch or root port is above both the NIC and the device. Only such a
-        /// NIC reaches the BAR.
+        /// True if a PCIe switch or root port is above both the NIC and the device. If false, the
+        /// NIC cannot reach the BAR.
         shares_switch: bool,
     },
     /// The device has no memory of its own and uses the CPU's. NICs reach only memory that was
@@ -118,13 +118,13 @@ pub enum CoherentLink {
 pub enum IpcLock {
     /// The process does not have the capability.
     Absent,
-    /// The process has the capability, and it lifts the limit.
+    /// The process has the capability, so the locked-memory limit does not apply.
     Effective,
     /// The process has the capability in a user namespace of its own. The capability has no effect
     /// on the limit, because the kernel checks for it in the initial user namespace.
     UserNamespace,
-    /// The container was given the capability, but the process does not have it: it runs as another
-    /// user than root.
+    /// The container was given the capability, but the process does not have it, because the
+    /// process does not run as root.
     NotInherited,
 }
 
@@ -142,8 +142,8 @@ pub struct RequestFacts {
     pub max_regions: u64,
 }
 
-/// Facts about a machine. An optional fact is `None` if it is unknown. The two sets of device nodes
-/// are empty if no such node is known.
+/// Facts about a machine. An optional fact is `None` if it is unknown. The sets
+/// [`Facts::missing_nodes`] and [`Facts::forbidden_nodes`] are empty if no such node is known.
 ///
 /// The facts never choose a path, because a path search tries every path. They distinguish causes
 /// that lead to the same error. [`Facts::coherent_link`] also decides which mapping of a dma-buf is
@@ -440,7 +440,8 @@ impl RefusalCause {
         ProbableCause::new(self.name, self.cause, self.remedy).evidence(evidence)
     }
 
-    /// Returns true if the rule matches the refusal on some machine.
+    /// Returns true if all conditions of the rule hold except [`RefusalCause::needs`], which
+    /// depends on the machine.
     #[must_use]
     pub fn may_fit(&self, context: &RefusalContext<'_>) -> bool {
         let RefusalContext { path, step, kind, mapping, error } = context;
@@ -451,7 +452,8 @@ impl RefusalCause {
             && self.answers.iter().any(|answer| answer.is(error))
     }
 
-    /// Returns true if the rule matches the refusal on a machine with these facts.
+    /// Returns true if the rule matches the refusal: all its conditions hold on a machine with
+    /// these facts.
     #[must_use]
     pub fn fits(&self, context: &RefusalContext<'_>, facts: &Facts) -> bool {
         self.may_fit(context) && self.needs.is_none_or(|needs| (needs.holds)(facts))

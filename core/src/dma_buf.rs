@@ -10,8 +10,8 @@ pub enum DmaBufMapping {
     /// The route through the PCIe BAR, even where a faster coherent link exists.
     Pcie,
     /// The route through the PCIe BAR and the Data Direct function of an mlx5 NIC, which is a
-    /// second PCI function of the NIC near the device. The dma-buf is that of
-    /// [`Pcie`](Self::Pcie): only the NIC's registration differs.
+    /// second PCI function of the NIC near the device. The device exports the same dma-buf as for
+    /// [`Pcie`](Self::Pcie), but the NIC registers it in another way.
     DataDirect,
 }
 

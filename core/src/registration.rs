@@ -45,9 +45,8 @@ pub struct Registration<'a> {
     /// The direct paths that the domain allows, in the order in which they are tried, each at most
     /// once. `None` means the NIC's own order.
     pub direct_paths: Option<&'a [DirectPath]>,
-    /// True if the path selector checks, before it uses a direct path of a device and NIC for the
-    /// first time, that the NIC transfers bytes over that path
-    /// ([`DomainAttr::reach_check`](crate::DomainAttr::reach_check)).
+    /// True to check each direct path of a device and NIC before its first use: the path selector
+    /// transfers bytes over the path ([`DomainAttr::reach_check`](crate::DomainAttr::reach_check)).
     pub reach_check: bool,
     /// The order in which the NIC's writes become visible. A provider without relaxed ordering uses
     /// the strict order.

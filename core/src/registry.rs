@@ -150,8 +150,9 @@ impl Registry {
     /// Returns the owner of an address: the first device iface that claims the address, or else the
     /// system iface.
     ///
-    /// Host memory of the application that a device API page-locked belongs to the system iface.
-    /// The page-locked part may be smaller than the memory, and the page-lock may end at any time.
+    /// Host memory of the application belongs to the system iface even if a device API has
+    /// page-locked it. The reason is that only part of the memory may be page-locked, and that the
+    /// page-lock may end at any time.
     ///
     /// # Errors
     /// The error of a failed driver call.

@@ -177,7 +177,7 @@ enum ViewBytes<'a> {
     Other(Source<'a>),
 }
 
-/// A group of views that share a registration, or a single view.
+/// A registration to make: for a group of views that share it, or for a single view.
 struct ViewGroup {
     /// The smallest range that contains the views. `None` for a view that must not share a
     /// registration.
@@ -281,8 +281,8 @@ impl<'a> BatchPlan<'a> {
         (!is_whole).then_some(memory)
     }
 
-    /// Returns the range that the registration of a view must not exceed. `None` if it must not
-    /// grow.
+    /// Returns the range that the registration of a view must not exceed, or `None` if the
+    /// registration must not grow.
     fn growth_bound(&self, view: usize, owner: &AddressOwner) -> Option<AddressRange> {
         let place = &self.memories[self.views[view].memory].place;
         let within = place.range().filter(|_| place.promise() != Promise::Allocation);
@@ -312,8 +312,9 @@ impl<'a> BatchPlan<'a> {
     }
 
     /// Checks every view for every NIC, and forms the groups of views that share a registration.
-    /// For a view that may share one, queries the owner of its memory, unless the view lies in the
-    /// allocation of the previous group.
+    ///
+    /// For each view that may share a registration, queries the owner of the view's memory. No
+    /// query is needed if the view lies in the allocation of the previous group.
     fn groups(&self, order: &[u32]) -> Result<Vec<ViewGroup>> {
         let mut groups: Vec<ViewGroup> = Vec::new();
         for (place, index) in order.iter().map(|index| *index as usize).enumerate() {
@@ -473,7 +474,8 @@ pub(super) fn domains_of<'a>(nics: &'a [&'a Domain]) -> Result<Vec<&'a Arc<Domai
     Ok(nics.iter().map(|domain| &domain.inner).collect())
 }
 
-/// Fails if growth needs [`Promise::Allocation`] and the view's memory has a weaker promise.
+/// Fails if the view is a whole memory by addresses, `growth` permits growth, and the promise for
+/// the memory is weaker than [`Promise::Allocation`].
 fn check_growth(place: &Place<'_>, view: &ViewRequest<'_>, growth: Growth) -> Result<()> {
     let is_too_weak =
         matches!(place, Place::Addresses { promise, .. } if *promise != Promise::Allocation);
@@ -609,10 +611,12 @@ impl<M: Memory> Regions<M> {
         RailKeys::new(self.set.nics.iter().enumerate().map(rail).collect::<Result<_>>()?)
     }
 
-    /// Returns all regions. Most have one or more views. A region without a view was registered for
-    /// several views that could not share it, and the driver refused to close it. In a value that
-    /// [`Batch::register`] or [`Regions::close`] returned with an error, these are the regions that
-    /// could not be closed.
+    /// Returns all regions. Most have one or more views.
+    ///
+    /// A region has no view if it was registered for several views that then could not share it,
+    /// and the driver refused to close it. In a value that [`Batch::register`] or
+    /// [`Regions::close`] returned with an error, the list has only the regions that could not be
+    /// closed.
     #[must_use]
     pub fn regions(&self) -> &[MemoryRegion] {
         &self.set.regions

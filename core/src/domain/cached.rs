@@ -110,7 +110,7 @@ impl Deref for CachedRegion<'_> {
 
 /// A [`CachedRegion`] that shares the ownership of its cache instead of borrowing the cache.
 ///
-/// [`RegionCache::get_owned`] creates it. It keeps the domain open.
+/// [`RegionCache::get_owned`] returns this type. The domain stays open until the value is dropped.
 #[derive(Debug)]
 pub struct OwnedCachedRegion {
     lease: OwnedLease<Registrations>,
@@ -548,12 +548,12 @@ fn key_of(range: AddressRange, access: Access, owner: &AddressOwner) -> Result<K
 /// The largest number of elements in [`Registrations::ungrowable`].
 const MOST_UNGROWABLE: usize = 4096;
 
-/// The number of misses in a [`GrowthBound`] that do not try to grow, after growth failed for a
-/// temporary reason.
+/// The number of misses after which growth is tried again in a [`GrowthBound`], if it failed there
+/// for a temporary reason.
 const MISSES_UNTIL_RETRY: u32 = 64;
 
-/// An identifier of the largest range to which a registration may grow: the iface, the allocation
-/// and the start of the range.
+/// The identifier of a range to which registrations may grow: its iface, its allocation and its
+/// first address.
 type GrowthBound = (IfaceKind, Option<AllocationId>, u64);
 
 /// The backend of a domain's cache, which registers through the domain.

@@ -337,8 +337,8 @@ impl Endpoint {
 
     /// Closes the endpoint. Outstanding requests complete as canceled.
     ///
-    /// In ENDPOINT mode, no new access reaches the regions that are bound to the endpoint. They can
-    /// still be closed. Their close waits for accesses in flight.
+    /// In ENDPOINT mode, no new access reaches the regions that are bound to the endpoint. These
+    /// regions can still be closed, and closing them waits for accesses in flight.
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint.

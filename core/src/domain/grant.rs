@@ -353,9 +353,12 @@ impl Grant {
         }
     }
 
-    /// Returns the state of the key. It is [`WindowState::Valid`] until the peer ends the grant by
-    /// a message and the completion of this message is read, and then [`WindowState::Free`]. It is
-    /// [`WindowState::Invalid`] if the provider cannot report the state.
+    /// Returns the state of the key:
+    ///
+    /// - [`WindowState::Valid`] while the peer may use the key
+    /// - [`WindowState::Free`] if the peer has ended the grant by a message, once the completion of
+    ///   this message was read
+    /// - [`WindowState::Invalid`] if the provider cannot report the state
     #[must_use]
     pub fn state(&self) -> WindowState {
         match &self.held {

@@ -28,7 +28,7 @@ pub(super) struct Inbound {
     /// decreases.
     count: AtomicUsize,
     devices: RwLock<SmallVec<[(IfaceKind, DeviceId); 16]>>,
-    /// True once a failed flush was logged.
+    /// True once a failed flush was logged. Later failures are not logged.
     warned: AtomicBool,
 }
 

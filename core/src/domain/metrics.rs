@@ -1,7 +1,8 @@
 //! The telemetry of a domain: counts of registrations, refusals and lookups.
 //!
-//! A registration adds to two counters of its path, without a lock. A cache hit adds to none: the
-//! cache counts its lookups itself. A refusal, which is rare, takes a lock.
+//! A successful registration adds to two counters of its path, without a lock: the registrations
+//! and the bytes. A cache hit adds to neither, because the cache itself counts lookups. A refusal
+//! is rare, and takes a lock.
 
 use std::{
     array,
@@ -86,7 +87,8 @@ impl DomainMetrics {
     }
 }
 
-/// The numbers of durations in ranges that double from one to the next.
+/// A histogram of durations. The upper bound of each bucket is twice that of the bucket before. The
+/// last bucket has no upper bound.
 ///
 /// ```
 /// use std::time::Duration;
@@ -153,7 +155,7 @@ fn bound_of(bucket: usize) -> Duration {
 #[derive(Debug)]
 pub(super) struct Counters {
     paths: [PathCounters; Path::ALL.len()],
-    /// `None` if the domain does not measure latencies.
+    /// The buckets of the latency histogram. `None` if the domain does not measure latencies.
     latency: Option<Box<[AtomicU64; BUCKETS]>>,
     refusals: Mutex<Vec<RefusalCount>>,
 }

@@ -267,7 +267,7 @@ impl RailEndpoint {
 
     /// Opens a rail on the domain's NIC, and returns the name of its endpoint, to send to the peer.
     ///
-    /// If there is a rail on this NIC, the new one replaces it as after [`RailEndpoint::remove`].
+    /// A rail that is already on this NIC is removed, as by [`RailEndpoint::remove`].
     ///
     /// # Errors
     /// The errors of [`Domain::open_cq`], [`Domain::open_endpoint`] and [`Endpoint::close`].
@@ -301,7 +301,7 @@ impl RailEndpoint {
     /// Connects the rail on `nic` to an endpoint of the peer on `peer_nic`, so that the rail takes
     /// chunks. Both names are as in [`RailKeys::of`](crate::RailKeys::of).
     ///
-    /// Call it again after the rail has failed or the peer has a new endpoint.
+    /// Call this function again after the rail has failed, or if the peer has a new endpoint.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] if no rail is open on `nic`.

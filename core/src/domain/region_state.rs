@@ -102,7 +102,8 @@ pub(crate) struct RegionInner {
     rare: Option<Box<Rare>>,
     /// The windows, counters and endpoint of the region. Unset until the first of them is bound.
     bindings: OnceLock<Box<Bindings>>,
-    /// The number of sub-regions and bound windows. [`Dependent`] changes it.
+    /// The number of sub-regions and bound windows, each of which holds a [`Dependent`]. The region
+    /// can be closed only while the number is 0.
     dependents: AtomicU32,
     /// The [`RegionState`] as a number.
     pub(super) state: AtomicU8,

@@ -245,7 +245,7 @@ impl SparseRegion {
         self.shared.addresses
     }
 
-    /// Creates the updates of the region's keys for one peer.
+    /// Creates a subscription to the region's keys, which one peer follows.
     #[must_use]
     pub fn subscribe(&self) -> KeySubscription {
         self.shared.feed.subscribe()

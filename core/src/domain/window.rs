@@ -493,7 +493,8 @@ impl Type2Window {
         self.inner.settled().map_or(WindowState::Invalid, |(_, status)| status.state)
     }
 
-    /// Returns the key of the last bind. Returns `None` if the window is known to be free.
+    /// Returns the key of the last bind. Returns `None` if the window is not bound, if an
+    /// invalidation was posted after the bind, and if the provider cannot report the state.
     #[must_use]
     pub fn key(&self) -> Option<RemoteKey> {
         let (state, status) = self.inner.settled().ok()?;

@@ -333,7 +333,7 @@ pub trait SegmentMap {
     }
 
     /// Returns the driver's reason why a segment cannot be exported, such as an attribute and its
-    /// value. Errors print it.
+    /// value. Errors contain this text.
     fn not_exportable(&self) -> &'static str {
         "not exportable"
     }

@@ -182,8 +182,8 @@ pub struct StagingAttr {
     /// chunks at both ends of a long message are shorter than those in the middle.
     pub buffer_len: usize,
     /// The number of buffers, at least 1. Some NICs need buffers for a whole message at once (verbs
-    /// NICs do). For such a NIC, half of the buffers serve receives and a quarter serve sends. So
-    /// transfers that wait for a peer never block other transfers.
+    /// NICs do). For such a NIC, half of the buffers serve receives and a quarter serve sends. The
+    /// rest serves other transfers, so that a message that waits for its peer never blocks them.
     pub buffer_count: usize,
 }
 
