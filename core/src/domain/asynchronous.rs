@@ -43,7 +43,8 @@ pub(super) struct Job {
     region: Arc<RegionInner>,
     terms: Terms<'static>,
     promise: Promise,
-    /// The dma-buf of the request, with a duplicate of its file descriptor.
+    /// The dma-buf of the request, with a duplicate of its file descriptor. `None` for other
+    /// memory.
     dma_buf: Option<DmaBuf>,
 }
 

@@ -187,7 +187,7 @@ struct ViewGroup {
     owner: Option<AddressOwner>,
     /// The range that the registration must not exceed. `None` if the registration must not grow.
     bound: Option<AddressRange>,
-    /// The positions of the group's views in the sorted order.
+    /// The positions of the group's views in the order that [`BatchPlan::order`] returns.
     views: Range<usize>,
 }
 

@@ -569,7 +569,8 @@ pub struct Registrations {
     /// which remove a dropped buffer after its regions are deregistered.
     held: Arc<HeldBuffers>,
     monitors: Monitors,
-    /// The cache that uses this backend. Set when the cache was created.
+    /// The cache that uses this backend, set right after the cache is created. The reference is
+    /// weak, because the cache owns the backend.
     cache: OnceLock<Weak<Cache<Self>>>,
 }
 

@@ -24,7 +24,7 @@ const MAX_UNITS: u64 = 1 << 16;
 #[derive(Debug)]
 pub(super) struct ChangedAddresses {
     range: AddressRange,
-    /// Base-2 logarithm of the length of a unit: at least a page.
+    /// The base-2 logarithm of the length of a unit. A unit is at least a page.
     unit_shift: u32,
     bits: Box<[AtomicU64]>,
     /// The thread that is woken after a change. [`ChangedAddresses::set_worker`] sets it.

@@ -27,8 +27,8 @@ use crate::{
 pub enum GrantKind {
     /// The grant uses a memory window of this type.
     Window(WindowType),
-    /// The grant uses a sub-region: no window works with the NIC, the region or the domain's mode,
-    /// or the NIC does not enforce the bounds of windows.
+    /// The grant uses a sub-region, for one of two reasons. Either no type of window works with the
+    /// NIC, the region and the domain's mode, or the NIC does not enforce the bounds of windows.
     SubRegion,
 }
 
@@ -69,7 +69,7 @@ struct BoundWindow {
     key: RemoteKey,
     /// The number of earlier grants that used the window.
     uses: u8,
-    /// Keeps the region from being closed until the window is unbound or freed.
+    /// A guard that keeps the region from being closed until the window is unbound or freed.
     region: Dependent,
 }
 

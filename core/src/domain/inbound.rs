@@ -111,7 +111,8 @@ mod tests {
 
     const KIND: IfaceKind = IfaceKind::FIRST_PLUG_IN;
 
-    /// An iface whose flush adds a device by `Inbound::note`, as a concurrent registration may.
+    /// An iface whose flush calls `Inbound::note` to add a device, as a concurrent registration can
+    /// do.
     #[derive(Debug, Default)]
     struct NotingIface {
         inbound: OnceLock<Weak<Inbound>>,

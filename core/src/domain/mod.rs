@@ -126,7 +126,8 @@ use crate::{
 /// }
 /// ```
 pub struct Domain {
-    /// The registration cache. Dropped before the other fields, because its regions use the domain.
+    /// The registration cache. Declared first, so that it is dropped before `inner`, which its
+    /// regions use.
     cache: OnceLock<RegionCache>,
     inner: Arc<DomainInner>,
 }

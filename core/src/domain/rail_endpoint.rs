@@ -195,7 +195,8 @@ pub struct RailEndpoint {
     transfers: HashMap<u64, Transfer>,
     /// The completions of transfers that [`RailEndpoint::poll`] has not returned.
     done: Vec<Completion>,
-    /// The last number that was given to a transfer, request or connection.
+    /// The last identifier that was assigned. Transfers, requests and connections share one
+    /// sequence of identifiers.
     last: u64,
     /// The position of the rail for which [`RailEndpoint::wait`] waits next.
     turn: usize,
@@ -211,7 +212,8 @@ struct Rail {
     endpoint: Option<Endpoint>,
     /// The completion queue of `endpoint`. No other endpoint uses the queue.
     queue: Arc<dyn CompletionQueue>,
-    /// The peer, and the name of its NIC. Set while the state is Working.
+    /// The peer, and the name of the peer's NIC. `None` until the rail is connected for the first
+    /// time.
     peer: Option<(PeerId, String)>,
     state: RailState,
     /// True once the application has removed or replaced the rail.

@@ -89,7 +89,8 @@ impl KeepAlive {
 /// regions have is in `rare` and `bindings`.
 pub(crate) struct RegionInner {
     pub(super) domain: Arc<DomainInner>,
-    /// The result of a synchronous registration. An asynchronous one has its result in `rare`.
+    /// The result of a synchronous registration. An asynchronous registration has its result in
+    /// `rare`.
     registered: Option<PathRegistration>,
     /// The first range.
     pub(super) range: AddressRange,

@@ -32,8 +32,9 @@ pub(super) const KEY_NOT_AVAILABLE: u64 = u64::MAX;
 
 /// A request to register memory: the memory, the rights, and the settings.
 ///
-/// [`Domain::submit`](super::Domain::submit) registers it with one NIC, and
-/// [`Batch::add`](super::Batch::add) together with others or with several NICs.
+/// [`Domain::submit`](super::Domain::submit) registers the memory with one NIC.
+/// [`Batch::add`](super::Batch::add) adds the request to a batch, which registers several requests
+/// together, with one or more NICs.
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, Region, Request, Result, WriteOrdering};

@@ -157,7 +157,7 @@ pub struct Type2Bind<'a> {
 struct Allocated {
     domain: Arc<DomainInner>,
     kind: WindowType,
-    /// The provider's window, with the key from its allocation.
+    /// The provider's window with its first key. The state of the window has the current key.
     window: ProviderWindow,
 }
 

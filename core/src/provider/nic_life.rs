@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(events.last(), Some(&NicEvent::EndpointFailed(99)));
     }
 
-    /// LIFE-08: the NIC works again once all ports are up, but is lost for good.
+    /// LIFE-08: a NIC works again once all its ports are up, but a lost NIC stays lost.
     #[test]
     fn port_is_down_until_all_ports_are_up_and_a_loss_is_final() {
         let record = NicRecord::default();
