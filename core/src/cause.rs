@@ -235,7 +235,7 @@ impl Facts {
     }
 }
 
-/// A condition of a rule on the machine, such as that the kernel is older than 5.12.
+/// A condition that a rule places on the machine, for example that the kernel is older than 5.12.
 #[derive(Clone, Copy, Debug)]
 pub struct Needs {
     /// The condition in words, such as `the kernel is older than 5.12`.

@@ -5,7 +5,7 @@ use crate::{Error, ErrorKind, Result};
 /// Returns a number from the operating system's random generator.
 ///
 /// # Errors
-/// [`ErrorKind::Unavailable`], with the name `provider`, if the generator fails.
+/// [`ErrorKind::Unavailable`] if the generator fails. The error names `provider`.
 pub fn random_u64(provider: &'static str) -> Result<u64> {
     getrandom::u64().map_err(|error| {
         Error::new(ErrorKind::Unavailable, "getrandom")

@@ -86,8 +86,8 @@ pub enum RailState {
     Open,
     /// The rail takes chunks.
     Working,
-    /// The rail takes no chunks, because of this error. Connect it again if its NIC works.
-    /// Otherwise open it again, on a new domain.
+    /// The rail takes no chunks, because of this error. If the NIC works, call
+    /// [`RailEndpoint::connect`] for this rail again. Otherwise open a new rail on a new domain.
     Failed(Error),
 }
 

@@ -300,9 +300,10 @@ impl SparseRegion {
     /// Makes exactly these ranges the parts of the region. Returns the number of the current
     /// generation.
     ///
-    /// Each range must have memory, of one or more mappings, and is one registration. A part with
-    /// the same range keeps its keys unless its memory is known to have changed. If nothing watches
-    /// the memory ([`SparsePart::watched`]), the application must withdraw a part that changes.
+    /// Each range becomes one registration. All of the range must have memory, which may consist of
+    /// several mappings. A part with the same range keeps its keys unless its memory is known to
+    /// have changed. If nothing watches the memory ([`SparsePart::watched`]), the application must
+    /// withdraw a part that changes.
     ///
     /// # Errors
     /// - [`ErrorKind::OutOfBounds`] for a range outside the region's addresses, and
