@@ -85,7 +85,8 @@ impl Allocation {
 /// A physically contiguous part of a range.
 ///
 /// A driver can export a whole segment as one dma-buf. Some drivers can also export several
-/// adjacent segments as one dma-buf. Only an attempt shows whether a driver can do this.
+/// adjacent segments as one dma-buf. Only an attempt shows whether a driver can export several
+/// segments together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// The addresses of the segment.

@@ -196,8 +196,8 @@ pub struct Facts {
     pub memory_only_nodes: BTreeSet<u32>,
     /// The request that was refused; `None` if unknown.
     pub request: Option<RequestFacts>,
-    /// The folder that [`Facts::text`] reads from: `/`, or a recorded copy of it. `None` to read
-    /// nothing.
+    /// The folder that [`Facts::text`] reads from: `/`, or a folder with a recorded copy of `/`.
+    /// `None` means that no file is read.
     pub root: Option<PathBuf>,
 }
 

@@ -378,7 +378,8 @@ impl Error {
     /// the text `{}` leaves them out.
     ///
     /// The value `why` is the reason of the failure, in words. All texts have it directly after the
-    /// kind. It contains the values without which a reader cannot understand the failure.
+    /// kind. The text of `why` contains the values without which a reader cannot understand the
+    /// failure.
     #[must_use]
     pub fn context(mut self, name: &'static str, value: impl fmt::Display) -> Self {
         self.0.context.push((name, value.to_string()));
@@ -510,7 +511,7 @@ impl Error {
     /// Returns the probable causes, the most probable first. Several are listed only if the error
     /// and the machine do not show which of them applies.
     ///
-    /// The causes are those of this error, or else of the nearest source that has some. For a
+    /// The causes are those of this error, or else of the nearest source that has causes. For a
     /// failed path search, they are the causes of the most informative refusal; each attempt of
     /// [`Error::trace`] has its own.
     #[must_use]

@@ -21,8 +21,8 @@ use crate::{Error, ErrorKind, Iova, Result, frame::Frame};
 
 /// The local descriptor of a region (`fi_mr_desc`, verbs `lkey`).
 ///
-/// The local segments of a transfer have it as
-/// [`LocalSegment::desc`](crate::transfer::LocalSegment::desc).
+/// Each local segment of a transfer names its region by this descriptor
+/// ([`LocalSegment::desc`](crate::transfer::LocalSegment::desc)).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LocalKey(u64);
 

@@ -68,7 +68,7 @@ impl PublishedPart {
 }
 
 /// Checks that the parts do not overlap and are in the order of their offsets. The error is the
-/// reason.
+/// reason why the list is refused.
 fn check_order(parts: &[PublishedPart]) -> Result<(), &'static str> {
     let in_order = parts.is_sorted_by(|a, b| a.end() <= b.part.offset);
     if in_order { Ok(()) } else { Err("parts that overlap, or are not in the order of offsets") }

@@ -15,8 +15,8 @@ use crate::{
 /// A contiguous part of the local memory of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LocalSegment {
-    /// The first address, as a virtual address of this process. It is a virtual address for regions
-    /// with zero-based addressing too.
+    /// The first address. This is a virtual address of this process, also for regions with
+    /// zero-based addressing.
     pub address: Address,
     /// The length in bytes.
     pub len: u64,

@@ -118,7 +118,7 @@ pub struct CacheAttr {
     pub max_count: Option<usize>,
     /// The largest total size of all entries in bytes. 0 disables caching.
     pub max_bytes: Option<u64>,
-    /// True to merge a new registration with cached ones that it overlaps or touches.
+    /// True to merge a new registration with the cached registrations that it overlaps or touches.
     pub merge: Option<bool>,
     /// The permission for a miss to register more than the range of the lookup, so that later
     /// lookups in the same allocation are hits. [`Growth`] explains what this exposes to peers. All

@@ -163,7 +163,7 @@ impl<M> fmt::Debug for Batch<'_, M> {
     }
 }
 
-/// A memory of the batch: its location, and the guarantee that it stays allocated.
+/// A memory of the batch: its location, and the guarantee that the memory stays allocated.
 struct HeldMemory<'a> {
     place: Place<'a>,
     keep: KeepAlive,
@@ -192,8 +192,8 @@ struct ViewGroup {
 }
 
 impl ViewGroup {
-    /// Returns the smallest range that contains the group's range and `range`, if it is inside the
-    /// group's bound and not longer than `limit`.
+    /// Returns the smallest range that contains the group's range and `range`. Returns `None` if
+    /// this range is longer than `limit`, or if `range` leaves the group's bound.
     fn joined(&self, range: AddressRange, limit: u64) -> Option<AddressRange> {
         if !self.bound?.contains_range(range) {
             return None;

@@ -160,13 +160,13 @@ impl RegionCache {
 
     /// Returns a region that covers `memory` with at least the rights `access`.
     ///
-    /// A miss registers `memory`. With [`CacheAttr::growth`] it may register more, if the promise
-    /// is [`Promise::Allocation`].
+    /// A miss registers `memory`. With [`CacheAttr::growth`], a miss may register more than
+    /// `memory` if the promise is [`Promise::Allocation`].
     ///
     /// The promise of [`Raw::new`] must hold longer than the lease, because the region stays
-    /// registered until the cache evicts or invalidates it. If memory is freed to an allocator that
-    /// does not unmap it, peers with the key can still access it. [`RegionCache::own`] needs no
-    /// promise.
+    /// registered until the cache evicts or invalidates it. If the memory is freed to an allocator
+    /// that does not unmap the memory, peers with the key can still access the bytes.
+    /// [`RegionCache::own`] needs no promise.
     ///
     /// ```no_run
     /// use hmem_core::{Access, AddressRange, Domain, Promise, Raw, Result};

@@ -73,7 +73,8 @@ struct BoundWindow {
     region: Dependent,
 }
 
-/// Unbound windows of revoked grants, for later grants. The provider frees them with its domain.
+/// Unbound windows of revoked grants, for later grants. When the domain is closed, the provider
+/// frees these windows.
 #[derive(Debug, Default)]
 pub(super) struct SpareWindows {
     windows: Mutex<VecDeque<Spare>>,
@@ -375,9 +376,9 @@ impl Grant {
     /// Revokes the grant. When this returns, the key is invalid and no access with the key is in
     /// flight.
     ///
-    /// A type 2 window is invalidated through its endpoint, after the requests that were posted
-    /// there earlier. If that fails, for example because the connection has failed, the window is
-    /// freed.
+    /// The call invalidates a type 2 window through its endpoint, after the requests that were
+    /// posted to the endpoint earlier. If the invalidation fails, for example because the
+    /// connection has failed, the call frees the window instead.
     ///
     /// # Errors
     /// The driver's own error, with the grant.

@@ -60,7 +60,8 @@ use crate::{
 /// }
 /// ```
 pub unsafe trait Memory: Sized {
-    /// The memory without Rust references. Dropping it releases the memory.
+    /// The parts of the memory, which have no Rust references to it. Dropping the parts releases
+    /// the memory.
     type Parts: Send + Sync + 'static;
 
     /// Splits the memory into its parts.
@@ -220,7 +221,8 @@ pub(super) fn keep_alive<M: Memory>(parts: &Arc<M::Parts>) -> KeepAlive {
     KeepAlive::Region { iface, memory: Arc::clone(parts) as _ }
 }
 
-/// Rebuilds memory from its parts. Fails if a panic of a registration leaked a reference to them.
+/// Rebuilds memory from its parts. Fails if a registration panicked and leaked a reference to the
+/// parts.
 pub(super) fn take_back<M: Memory>(parts: Arc<M::Parts>) -> Result<M, (Arc<M::Parts>, Error)> {
     Arc::try_unwrap(parts).map(M::from_parts).map_err(|parts| {
         let mut error = Error::new(ErrorKind::Driver, "close region")

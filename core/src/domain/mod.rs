@@ -106,11 +106,11 @@ use crate::{
 /// An open domain, which registers memory with one NIC (`fid_domain`).
 ///
 /// Any number of threads may call its methods at once. Regions, endpoints and windows keep the NIC
-/// open, so a domain may be dropped before them. [`Domain::close`] fails while there are any.
+/// open, so a domain may be dropped before them. [`Domain::close`] fails while any of them exists.
 ///
 /// A domain belongs to the process that opened it. In a forked child, calls that register memory,
-/// look it up in the cache or open an object fail with [`ErrorKind::BadState`]. Other calls need
-/// not fail there, so the child must not make them. Closing or dropping the child's copies of
+/// look up memory in the cache or open an object fail with [`ErrorKind::BadState`]. The child must
+/// not make other calls, which may not detect the fork. Closing or dropping the child's copies of
 /// objects does not affect the parent.
 ///
 /// ```no_run
@@ -318,8 +318,8 @@ impl Domain {
     /// number of requests that ended. Reading a completion queue does the same.
     ///
     /// Only domains with the feature `MANUAL_PROGRESS` ([`Domain::features`]) have such requests.
-    /// If [`ProviderAttr::progress`] is `Manual`, these are all requests, otherwise only those with
-    /// staged memory.
+    /// If [`ProviderAttr::progress`] is `Manual`, all requests of the domain proceed only in this
+    /// way. Otherwise only requests with staged memory do.
     ///
     /// # Errors
     /// - The errors of [`ManualProgress::progress`](crate::provider::ManualProgress::progress).

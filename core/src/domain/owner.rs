@@ -26,9 +26,11 @@ pub(super) struct Claim {
     flags: MrFlags,
 }
 
-/// The owner with which a [`Claim`] is compared: the iface and device that own the memory. The
-/// owner of a dma-buf cannot be queried. For a dma-buf, this value repeats the owner that an
-/// earlier request or this request named.
+/// The owner with which a [`Claim`] is compared: the iface and device that own the memory.
+///
+/// The owner of a dma-buf cannot be queried. For a dma-buf, this value has the owner that the
+/// request names. For a part of a dma-buf, it has the owner that the request for the whole dma-buf
+/// named.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     iface: IfaceKind,

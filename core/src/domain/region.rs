@@ -59,7 +59,8 @@ impl MemoryRegion {
         self.inner.state()
     }
 
-    /// Returns the region's identifier in events. `None` unless it was registered asynchronously.
+    /// Returns the region's identifier in events. Returns `None` for a region that was registered
+    /// synchronously.
     #[must_use]
     pub fn id(&self) -> Option<RegionId> {
         self.inner.id()
@@ -296,9 +297,9 @@ impl MemoryRegion {
 
     /// Deregisters the region (`fi_close`).
     ///
-    /// After this the NIC does not access the memory, and the keys are invalid. A pending
-    /// asynchronous registration is cancelled, and its event has the error
-    /// [`ErrorKind::Canceled`]. If the registration is in progress, the call waits for its end.
+    /// After the call, the NIC does not access the memory, and the keys are invalid. A pending
+    /// asynchronous registration is cancelled, and its event has the error [`ErrorKind::Canceled`].
+    /// If the registration is in progress, the call waits for its end.
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] while the region has a sub-region, a bound window, a grant or an open

@@ -109,7 +109,7 @@ impl<M: Memory> RoamingRegion<M> {
     /// Registers the memory in `domain`, publishes the new key alone, and then closes all old
     /// regions. Returns the number of the new generation.
     ///
-    /// The new region has the rights, flags and page size of the first one, and defaults for all
+    /// The new region has the rights, flags and page size of the first region, and defaults for all
     /// other settings. The registration is synchronous, even if an event queue is bound to the
     /// domain. Until the call returns, the old regions exist too. If an old region has sub-regions,
     /// windows or grants, it is deregistered when the last of them is dropped.
@@ -172,9 +172,9 @@ impl<M: Memory> RoamingRegion<M> {
     /// [`RoamingRegion::reopen`] and [`RoamingRegion::add`] can register it again. Returns the
     /// number of the new generation.
     ///
-    /// Some kernel drivers (rdma_rxe, siw) complete the removal of a device only after all users
-    /// have closed the device. The device can come back only then. So withdraw all regions and
-    /// close the domain.
+    /// After the loss of a device, withdraw all regions and close the domain, because some kernel
+    /// drivers (rdma_rxe, siw) complete the removal of the device only then. The device can come
+    /// back only after its removal is complete.
     ///
     /// # Errors
     /// The errors of [`MemoryRegion::close`]. The region stays registered, without a published key.

@@ -251,8 +251,8 @@ impl SparseRegion {
         self.shared.feed.subscribe()
     }
 
-    /// Returns the number of the current generation of keys. Send it to a peer together with the
-    /// offsets of bytes that the peer may access.
+    /// Returns the number of the current generation of keys. Send this number to a peer together
+    /// with the offsets of bytes that the peer may access.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.shared.feed.generation()
@@ -324,7 +324,7 @@ impl SparseRegion {
     /// these parts, and deregisters them. Returns the number of the current generation.
     ///
     /// When the call returns, the memory may be unmapped. The call waits for a change in progress
-    /// on another thread, so do not make it in a callback of a driver.
+    /// on another thread. So do not call this function in a callback of a driver.
     ///
     /// # Errors
     /// - The driver's error if it refuses to close a registration. The keys are no longer

@@ -41,7 +41,8 @@ pub(super) struct Terms<'a> {
     pub(super) ordering: Option<WriteOrdering>,
     pub(super) prefault: Option<Prefault<'a>>,
     pub(super) parallel: Option<Parallel<'a>>,
-    /// The exports of earlier requests, which this registration reuses and adds to.
+    /// The dma-buf exports that requests share. This registration reuses exports of earlier
+    /// requests, and adds its own.
     pub(super) exports: Option<SharedExports>,
     /// Settings that only one provider knows.
     pub(super) extension: Option<Arc<dyn Any + Send + Sync>>,

@@ -1,9 +1,10 @@
-//! Memory windows: rights of peers to a part of a region, which change without a registration
-//! (InfiniBand 10.6.7.2).
+//! Memory windows: rights of peers to a part of a region. The rights can be granted and revoked
+//! without a registration (InfiniBand 10.6.7.2).
 //!
-//! The provider checks the states ([`WindowType::after`]), the part of the region, and its rights.
-//! It also tracks the results of posted binds and invalidations, and of invalidations by peers. A
-//! type 2 window queries this state from the provider before each operation.
+//! The provider checks that the window's state allows an operation ([`WindowType::after`]), and
+//! checks the part of the region and its rights. The provider also tracks the state of each window:
+//! posted binds and invalidations, and invalidations by peers, change it. A type 2 window queries
+//! its state from the provider before each operation.
 
 #![allow(unsafe_code, reason = "posts the bind of a window of a region")]
 

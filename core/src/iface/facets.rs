@@ -81,7 +81,8 @@ pub struct AllocRequest {
 /// A dma-buf that an iface exported, with the position of the exported range in the dma-buf.
 #[derive(Debug)]
 pub struct DmaBufExport {
-    /// The dma-buf. Closing it does not affect registrations that were made from it.
+    /// The file descriptor of the dma-buf. Closing it does not affect registrations that were made
+    /// from the dma-buf.
     pub fd: OwnedFd,
     /// The offset of the range in the dma-buf.
     pub offset: DmaBufOffset,

@@ -518,7 +518,7 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     fn resolve(&self, name: &EndpointName) -> Result<PeerId>;
 
     /// Connects the endpoint to its peer again after an error has ended the connection. The peer
-    /// does so too. The ids of peers stay valid.
+    /// reconnects too. The ids of peers stay valid.
     ///
     /// Outstanding requests complete as canceled. Their completions are in the completion queues
     /// when the call returns. Those of staged transfers follow once their copies have ended.
