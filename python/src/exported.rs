@@ -234,8 +234,10 @@ fn has_references(format: &CStr) -> bool {
 /// freed. The object's own exception becomes the cause.
 fn refused_by(object: &Bound<'_, PyAny>, cause: PyErr) -> PyErr {
     let py = object.py();
-    let why =
-        format_args!("{} does not hand out its memory: {cause}", type_name(object)).to_string();
+    // torch adds its C++ stack to the message. The cause has all of it.
+    let cause_text = cause.to_string();
+    let first_line = cause_text.lines().next().unwrap_or_default();
+    let why = format!("{} does not hand out its memory: {first_line}", type_name(object));
     let exception =
         error::of(py, &refusal(why, "pass an object that is alive and exports its memory"));
     exception.set_cause(py, Some(cause));

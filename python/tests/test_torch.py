@@ -124,3 +124,11 @@ def test_tensors_of_torch_are_registered(domain):
     gone.untyped_storage().resize_(0)
     with pytest.raises(hmem.Error):
         domain.register(gone)
+    parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    with domain.register(parameter) as region:
+        assert (region.address, region.nbytes) == (parameter.data_ptr(), 2000)
+    with pytest.raises(hmem.Error, match="does not hand out its memory") as refused:
+        domain.register(torch.zeros(8, device="meta"))
+    # torch's own message goes on with a stack of C++ functions.
+    assert "\n" not in str(refused.value)
+    assert "\n" in str(refused.value.__cause__)
