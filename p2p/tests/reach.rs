@@ -190,6 +190,23 @@ fn check_that_cannot_run_is_an_attempt_and_is_repeated() {
     assert_eq!(attempts(&decision), [(CHECK, true), (DMA_BUF, true)], "{decision}");
 }
 
+/// LIFE-11: the failure is not taken for a device out of reach, and is not remembered.
+#[test]
+fn check_during_which_the_nic_went_down_is_repeated() {
+    let _alone = alone();
+    let bench = bench();
+    let checked = domain(&bench, "loop0", P2pPolicy::Enabled);
+    bench.faults.fail_next(NicCall::ImportedTransfer, EREMOTEIO);
+    // The first transfer of host memory comes before the transfer with the device.
+    bench.faults.fail_nth(NicCall::Transfer, 3, EREMOTEIO);
+    let decision = decide(&bench, &checked);
+    assert_eq!(attempts(&decision), [(CHECK, false), (DMA_BUF, true)], "{decision}");
+    assert_eq!((checked.live().endpoints, checked.live().regions), (0, 0));
+    bench.faults.clear();
+    let decision = decide(&bench, &checked);
+    assert_eq!(attempts(&decision), [(CHECK, true), (DMA_BUF, true)], "{decision}");
+}
+
 #[test]
 fn each_nic_of_a_batch_is_checked() {
     let _alone = alone();

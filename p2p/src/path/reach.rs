@@ -2,8 +2,9 @@
 //! over a path.
 //!
 //! Some machines register device memory for a NIC that cannot reach it, and only transfers fail. A
-//! check first moves bytes between two pages of the host, so that a NIC that cannot transfer at all
-//! is not taken for a device out of reach. All transfers are between two endpoints of the domain.
+//! check first moves bytes between two pages of the host, and does so again if the transfers with the
+//! device failed. So a NIC that cannot transfer at all is not taken for a device out of reach. All
+//! transfers are between two endpoints of the domain.
 
 #![allow(unsafe_code, reason = "registers a page of the host, and copies and transfers pages")]
 
@@ -114,12 +115,15 @@ fn run(search: &PathSearch<'_>, variant: PathVariant) -> Result<Reach> {
     }
     let transport = search.provider.transport();
     let transport = transport.ok_or_else(|| refuse("the domain has no transfers"))?;
-    let link = SelfLink::open(search, transport)?;
-    link.fill(SOURCE, 1);
-    link.transfer(SOURCE, &link.key()?, link.page, true)?;
-    link.expect(DESTINATION, 1).map_err(|_| refuse("the NIC moves no bytes in host memory"))?;
+    let link = SelfLink::open_working(search, transport)?;
     let page = Page::allocate(search, iface, AllocationKind::Device)?;
-    page.registered(variant, |page, region| link.check(iface, page, region))?
+    let reach = page.registered(variant, |page, region| link.check(iface, page, region))??;
+    drop(link);
+    if matches!(reach, Reach::Fails(_)) {
+        // The NIC may have gone down in the middle of the check.
+        SelfLink::open_working(search, transport)?;
+    }
+    Ok(reach)
 }
 
 /// The offsets of the two pages of host memory, in pages.
@@ -142,6 +146,18 @@ struct SelfLink<'a> {
 }
 
 impl<'a> SelfLink<'a> {
+    /// Opens a link, and moves a page of host memory over it.
+    ///
+    /// # Errors
+    /// The NIC cannot transfer at all.
+    fn open_working(search: &'a PathSearch<'a>, transport: &dyn Transport) -> Result<Self> {
+        let link = Self::open(search, transport)?;
+        link.fill(SOURCE, 1);
+        link.transfer(SOURCE, &link.key()?, link.page, true)?;
+        link.expect(DESTINATION, 1)?;
+        Ok(link)
+    }
+
     fn open(search: &'a PathSearch<'a>, transport: &dyn Transport) -> Result<Self> {
         let page = rustix::param::page_size() as u64;
         let queue = transport.open_cq(8)?;
