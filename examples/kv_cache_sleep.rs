@@ -6,11 +6,11 @@
 //! [`SparseRegion`] lasts through all of this, and its key feed hands the peer each new version of
 //! the keys.
 //!
-//! The peer reads blocks all the time. Each read returns the bytes that the engine named, or fails
-//! with a typed error because the block has gone. Engine and peer are threads of one process, since
-//! the software NIC connects only domains of one process. Between processes, the application sends
-//! the updates of the feed and the names of the blocks over a channel of its own. The device is the
-//! simulated device.
+//! The peer reads blocks all the time. Each read returns the bytes of a block that the engine has
+//! named, or fails with a typed error because the memory of the block has gone. Engine and peer are
+//! threads of one process, since the software NIC connects only domains of one process. Between
+//! processes, the application sends the updates of the feed and the names of the blocks over a
+//! channel of its own. The device is the simulated device.
 //!
 //! ```text
 //! cargo run --example kv_cache_sleep
@@ -49,15 +49,15 @@ const NICS: [&str; 2] = ["nic0", "nic1"];
 /// Blocks that the engine has named to its peer.
 #[derive(Clone, Copy)]
 struct Named {
-    /// The generation of keys in which the blocks exist.
+    /// The generation of the key feed that has keys for all of the named blocks.
     generation: u64,
-    /// The number of the cycle, on which the bytes of the blocks depend.
+    /// The number of the engine's cycle. The bytes of a block differ from cycle to cycle.
     cycle: u64,
-    /// The number of blocks.
+    /// The number of named blocks. They are the first blocks of the cache.
     count: u64,
 }
 
-/// The messages of the engine.
+/// The messages from the engine to the peer.
 #[derive(Default)]
 struct Messages {
     named: Mutex<Option<Named>>,
@@ -106,7 +106,8 @@ impl<'a> Cache<'a> {
         Ok(())
     }
 
-    /// Unmaps all blocks. No peer reaches them any more when `withdraw` has returned.
+    /// Withdraws all blocks from the region, and unmaps them. No peer can reach the blocks once
+    /// `withdraw` has returned.
     fn sleep(&mut self) -> Result<(), Failure> {
         self.region.withdraw(self.reserved)?;
         for block in self.mapped.drain(..) {
@@ -152,7 +153,7 @@ impl Peer {
         Ok(Self { updates, keys: PeerKeys::default(), domain, queue, endpoint, engine })
     }
 
-    /// Reads a block that the engine named in a generation.
+    /// Reads block number `block`. The engine named the block together with `generation`.
     fn read(&self, block: u64, generation: u64) -> hmem::Result<Vec<u8>> {
         let offsets = block * BLOCK..(block + 1) * BLOCK;
         let from = self.keys.segments(NICS[0], offsets, generation)?;

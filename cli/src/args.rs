@@ -362,14 +362,14 @@ pub enum PerfOrdering {
     Strict,
     /// Writes may overtake each other.
     Relaxed,
-    /// Strict, then relaxed.
+    /// Both orderings, one after the other: first strict, then relaxed.
     Both,
 }
 
 /// Figures that `hmem perf` measures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Measure {
-    /// Bandwidth, then latency.
+    /// Both figures, one after the other: first the bandwidth, then the latency.
     #[default]
     Both,
     /// Bandwidth, with many transfers in flight.

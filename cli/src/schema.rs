@@ -1,5 +1,6 @@
-//! The JSON schemas in `docs`, generated from the types of the documents, and the pages that
-//! describe the documents.
+//! Tests of the JSON schemas in `docs`, and of the pages that describe the fields of the schemas.
+//!
+//! The schemas are generated from the types of the JSON documents that the commands print.
 
 use std::{collections::BTreeMap, env, fs};
 
@@ -10,7 +11,7 @@ use crate::{check, explain, info, json::SCHEMA, perf, topo};
 
 /// Returns the schema of each command with `--json`, and the pages that describe the fields. The
 /// first page is that of the command. The other pages belong to other commands, and describe
-/// objects that this command prints too.
+/// objects that this command prints too. The page `NAME` is the file `docs/NAME-schema.md`.
 fn schemas() -> [(&'static str, Value, &'static [&'static str]); 6] {
     [
         ("check", schema::<check::Report>("check"), &["check"]),
@@ -86,7 +87,8 @@ fn schemas_in_docs_are_those_of_the_types() {
     }
 }
 
-/// Requirement DIAG-01: each field of a command's schema is described on a page of the command.
+/// Requirement DIAG-01: each field of a command's schema is described on one of the command's pages
+/// ([`schemas`]).
 #[test]
 fn each_field_of_a_schema_is_on_its_page() {
     for (command, schema, pages) in schemas() {
@@ -100,9 +102,11 @@ fn each_field_of_a_schema_is_on_its_page() {
     }
 }
 
-/// Requirement DIAG-01: each field on a page is in the schema of its command, with the type that
-/// the page names. An entry of a page begins with the names of fields and their type in
-/// parentheses.
+/// Requirement DIAG-01: a page describes only fields that exist. For each field that the page
+/// `docs/COMMAND-schema.md` describes, the schema of a command with this page has a field of that
+/// name and type.
+///
+/// A description begins with the names of one or more fields. Their type follows in parentheses.
 #[test]
 fn each_field_of_a_page_is_in_its_schema() {
     for page in ["check", "explain", "perf", "topo"] {

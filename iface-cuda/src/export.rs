@@ -34,15 +34,16 @@ pub(crate) struct Exporter {
     /// Records the contexts of exported memory, for later flushes of the NICs' writes.
     pub(crate) flusher: Arc<InboundFlusher>,
     /// Subscribers to notify of each export of VMM memory to a peer-memory client. The notification
-    /// prevents the cache from keeping the registration: a cache hit compares mappings, which does
-    /// not show that the driver has ended the pinning. `None` if hits rely on hooks.
+    /// prevents the cache from keeping the registration. A kept registration would be unsafe,
+    /// because a cache hit only compares mappings, and equal mappings do not show that the driver
+    /// still pins the memory. `None` if hooks, and not mappings, detect changes of cached memory.
     pub(crate) by_mappings: Option<Arc<FreeSubscriptions>>,
 }
 
 impl DmaBufExporter for Exporter {
-    /// Returns both dma-buf mappings if at least one device exports dma-bufs. No attribute states
-    /// whether a device supports the PCIe mapping. A device that does not support this mapping
-    /// refuses the export.
+    /// Returns the default mapping and the PCIe mapping if at least one device exports dma-bufs.
+    /// The list contains the PCIe mapping even if no device supports it, because no attribute
+    /// states which devices do. A device without support for a mapping refuses the export.
     fn mappings(&self) -> &'static [DmaBufMapping] {
         if self.lookup().driver().devices.iter().any(|entry| entry.abilities.dma_buf) {
             &[DmaBufMapping::Default, DmaBufMapping::Pcie]

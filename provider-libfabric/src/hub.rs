@@ -1,4 +1,8 @@
-//! The constant parts of a domain with endpoints: its limits, and the memory for liveness checks.
+//! The constant parts of a libfabric domain that has endpoints.
+//!
+//! They include the limits of the domain, and the memory for liveness checks (`engine/peers.rs`).
+//! In a liveness check, a domain reads a number from the memory of a peer's domain. If the read
+//! returns the expected number, the peer's process still runs.
 
 use std::sync::{
     Arc,
@@ -22,8 +26,8 @@ use super::{
     sys,
 };
 
-/// Memory for liveness checks. The first word is a random number that peers read. The other words
-/// receive the numbers that this domain reads from its peers.
+/// A domain's memory for liveness checks. The first word is a random number, which peers read to
+/// check this domain. The other words receive the numbers that this domain reads from its peers.
 #[derive(Debug)]
 pub(super) struct AliveMemory {
     words: Box<[AtomicU64]>,
@@ -47,8 +51,8 @@ impl AliveMemory {
         self.words[0].load(Ordering::Relaxed)
     }
 
-    /// Returns the word that receives the result of the liveness check `question`, and the word's
-    /// address.
+    /// Returns the word that receives the peer's number in a liveness check, and the address of the
+    /// word. `question` is the number of the check.
     pub(super) fn answer(&self, question: usize) -> (&AtomicU64, u64) {
         let word = &self.words[1 + question % (Self::WORDS - 1)];
         (word, std::ptr::from_ref(word).expose_provenance() as u64)
@@ -64,13 +68,13 @@ pub(super) struct Hub {
     pub(super) limits: Limits,
     pub(super) fellows: Arc<Fellows>,
     /// True for a provider that reaches this machine only, through shared memory. Such a provider
-    /// does not report the end of a peer.
+    /// does not report the end of a peer's process.
     pub(super) local_only: bool,
     /// True for a provider over verbs, which reports the status of failed work completions. Such a
     /// failure ends the connection.
     pub(super) verbs: bool,
-    /// The memory for liveness checks with its registration. `None` in ENDPOINT mode and in RAW
-    /// mode.
+    /// The memory for liveness checks and its registration. `None` in ENDPOINT mode and in RAW
+    /// mode, in which the domain exposes no such memory.
     pub(super) alive: Option<(AliveMemory, Part)>,
     pub(super) staging: Staging,
 }
@@ -94,7 +98,7 @@ impl Hub {
         self.open.attr.mr_mode & sys::FI_MR_LOCAL != 0
     }
 
-    /// Returns the memory for liveness checks, as peers reach it.
+    /// Returns the address, key and number by which peers check this domain.
     pub(super) fn exposed(&self) -> Option<Alive> {
         self.alive.as_ref().map(|(memory, part)| Alive {
             address: part.base,

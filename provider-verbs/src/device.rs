@@ -79,8 +79,8 @@ pub(super) struct OpenDevice {
     /// Types of memory windows that the device supports.
     pub(super) window_types: Vec<WindowType>,
     /// The generation that the first request of the next endpoint gets. A generation is a number in
-    /// a `wr_id`, by which requests that use the same index of the request table one after another
-    /// differ. A closing endpoint adds the number of generations that it used.
+    /// a `wr_id`. It distinguishes the requests that use one index of the request table in turn. A
+    /// closing endpoint adds the number of generations that it used.
     pub(super) generations: AtomicU32,
     /// The asynchronous events of the device, and the record of its loss.
     pub(super) life: DeviceLife,
@@ -243,9 +243,9 @@ impl OpenDevice {
             .map_err(|errno| self.failed(errors::call(&self.nic, symbol, errno)))
     }
 
-    /// Converts the return value of the library call `symbol`, which destroys an object of the
-    /// device, to a result. The call counts as successful if the kernel had destroyed the object
-    /// before, with the context.
+    /// Returns the result of a library call that destroys an object of the device. `symbol` is the
+    /// name of the called function, and `returned` is its return value. The call counts as
+    /// successful if the kernel had already destroyed the object together with the context.
     pub(super) fn check_destroyed(&self, symbol: &'static str, returned: c_int) -> Result<()> {
         errors::status(returned).or_else(|errno| {
             self.read_events();
@@ -256,8 +256,8 @@ impl OpenDevice {
         })
     }
 
-    /// Returns an object that the library call `symbol` has created just now, or the error of the
-    /// call if the pointer is null.
+    /// Returns `object`, which the library call `symbol` has just created. If the pointer is null,
+    /// returns the error of that call.
     pub(super) fn created<T>(&self, symbol: &'static str, object: *mut T) -> Result<*mut T> {
         if object.is_null() {
             return Err(self.failed(errors::call(&self.nic, symbol, errors::last())));
@@ -265,8 +265,10 @@ impl OpenDevice {
         Ok(object)
     }
 
-    /// Calls `destroy`, the library call `symbol` that destroys an object of the device, and logs
-    /// its error. Does nothing in a forked child: the object belongs to the parent process.
+    /// Destroys an object of the device by a library call. The closure `destroy` makes the call,
+    /// and `symbol` is the name of the called function. If the call fails, logs an error.
+    ///
+    /// Does nothing in a forked child, because the object belongs to the parent process.
     pub(super) fn destroy(&self, symbol: &'static str, destroy: impl FnOnce() -> c_int) {
         if self.is_inherited() {
             return;
@@ -276,10 +278,9 @@ impl OpenDevice {
         }
     }
 
-    /// Returns true for a device of the driver rdma_rxe, by the vendor id. That driver dereferences
-    /// a null pointer when a free window is invalidated, and does not enforce the bounds of
-    /// windows. Its flag for invalidated keys in work completions also differs from that of other
-    /// drivers.
+    /// Returns true if the vendor id is that of the driver rdma_rxe. That driver dereferences a
+    /// null pointer when a free window is invalidated, and does not enforce the bounds of windows.
+    /// Its flag for invalidated keys in work completions also differs from that of other drivers.
     pub(super) fn is_rxe(&self) -> bool {
         self.attr.vendor_id == RXE_VENDOR
     }

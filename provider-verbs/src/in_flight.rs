@@ -32,14 +32,16 @@ pub(super) struct Arrival {
 /// The result of a request that a thread waits for; `None` until the request ends.
 pub(super) type Awaited = Arc<Mutex<Option<Result<u64>>>>;
 
-/// Recipient of the result of a request.
+/// Origin of a request. The result of the request goes to its origin.
 #[derive(Clone, Debug)]
 pub(super) enum RequestOwner {
-    /// The application, which reads a completion.
+    /// The application. It reads the result from a completion queue.
     Application,
-    /// A lane (a queue of staged transfers), which posted the request.
+    /// A lane (a queue of staged transfers). It gets the result in [`LaneUpdates::ended`], with
+    /// this token.
     Lane(Token),
-    /// A call that waits until the request has ended.
+    /// A call of this crate that waits until the request has ended. The result is stored in this
+    /// value.
     Call(Awaited),
 }
 
@@ -282,7 +284,7 @@ impl RequestTable {
 /// the changes when it advances next, and then clears this value.
 #[derive(Debug, Default)]
 pub(super) struct LaneUpdates {
-    /// Results of requests that the lane posted. The poster adds them.
+    /// Results of requests that the lane posted. The endpoint's `Poster` adds them.
     pub(super) ended: Vec<(Token, Result<u64>, Arrival)>,
     /// The lane cancels its requests with numbers below this one, because the application posted
     /// them on an earlier connection. A reset of the queue pair sets this field. 0 cancels nothing.

@@ -17,8 +17,9 @@ use super::region::{Parts, RegionPart};
 /// so another thread would gain nothing. The application may choose shorter parts
 /// ([`Parallel::chunk`]).
 const MIN_PARALLEL_LEN: u64 = 64 << 20;
-/// Length of a huge page in bytes. If the provider chooses the length of the parts, that length is
-/// a multiple of `HUGE`, or the maximum of the device.
+/// Length of a huge page in bytes. If the provider chooses how long the parts of a range are
+/// ([`Division::part`]), the length is a multiple of `HUGE`, or the maximum length that the device
+/// registers in one call.
 const HUGE: u64 = 2 << 20;
 
 /// Division of one range into parts that are registered separately.
@@ -31,8 +32,8 @@ pub(super) struct Division {
 }
 
 impl Division {
-    /// Returns the division into the longest parts that the device allows, registered one after the
-    /// other.
+    /// Returns the division into parts of `max` bytes that are registered one after the other.
+    /// `max` is the maximum length that the device registers in one call.
     pub(super) const fn none(max: u64) -> Self {
         Self { part: max, threads: 1 }
     }
@@ -65,8 +66,9 @@ pub(super) fn cpus() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Registers parts with at most `threads` calls of `one` at once. `seams` has the offset and length
-/// of each part, which `one` gets. Appends the registrations to `parts` in the order of `seams`.
+/// Registers the parts of one range, with at most `threads` driver calls at once. `seams` has the
+/// offset and length of each part. `one` registers the part with the given offset and length. The
+/// registrations are appended to `parts` in the order of `seams`.
 ///
 /// After an error or a panic, `parts` has the registrations made so far.
 pub(super) fn register(

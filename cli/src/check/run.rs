@@ -1,4 +1,7 @@
-//! The check of one combination: allocate, register, transfer, compare, undo, and look for leaks.
+//! The check of one combination of memory, NIC and path ([`Case`]).
+//!
+//! The check allocates and registers the memory, transfers bytes and compares them. Then it closes
+//! and frees everything, and looks for leaks.
 
 use std::{mem, time::Instant};
 
@@ -31,7 +34,7 @@ const PAYLOAD: u64 = 2 << 40;
 /// Addend of the fetch-add.
 const ADDEND: u64 = 0x0101_0101_0101_0101;
 
-/// The reason why a combination ended early.
+/// The reason why the check of a combination ended early.
 enum Ended {
     /// The machine does not support the combination, or lacks the resources for the transfer size.
     Unsupported(Error),
@@ -53,7 +56,7 @@ impl<T> From<hmem::Rejected<T>> for Ended {
     }
 }
 
-/// The results of a combination so far. [`Row`] explains the fields.
+/// The values that the check of a combination has found so far. [`Row`] explains the fields.
 #[derive(Default)]
 struct ProbeResult {
     sizes: Vec<u64>,
@@ -116,8 +119,11 @@ fn explained(machine: &Machine, case: &Case<'_>, error: &Error) -> Problem {
     machine.explained(step, error)
 }
 
-/// Checks a combination once. Returns the results, the outcome, and a description of the leaked
-/// resources, if there are any.
+/// Checks one combination of memory, NIC and path once. Returns three values:
+///
+/// - the values that the check has found, for the row of the report
+/// - `Ok` for a success, or the reason why the check ended early
+/// - a description of the leaked resources, or `None` without a leak
 fn attempt(
     machine: &Machine,
     case: &Case<'_>,
@@ -195,7 +201,7 @@ struct SizeCheck<'a> {
     /// Minimum duration of this size's throughput measurement, in nanoseconds; `None` for no
     /// measurement.
     measure_ns: Option<u64>,
-    /// The results so far, to which the check of this size adds its own.
+    /// The values found so far, to which the check of this size adds its own.
     shown: &'a mut ProbeResult,
 }
 

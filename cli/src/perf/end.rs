@@ -110,7 +110,7 @@ impl End {
         Ok(Self { endpoint, queue, region, domain, side, polls })
     }
 
-    /// Registers a word of host memory.
+    /// Registers 8 bytes of host memory that contain `word`.
     pub(super) fn register_word(&self, word: u64) -> Result<TransferRegion<Vec<u8>>> {
         let word = word.to_ne_bytes().to_vec();
         let region = self.domain.submit(Request::new(word, Access::READ | Access::WRITE).key(3))?;
@@ -216,9 +216,9 @@ impl<M: Memory> Drop for TransferRegion<M> {
 /// and regularly checks that the other side is connected.
 #[derive(Debug)]
 pub(super) struct Idle {
-    /// Number of waits since the last work.
+    /// Number of waits since the last call of [`Self::busy`].
     turns: u32,
-    /// Time of the first wait since the last work.
+    /// Time of the first of these waits.
     since: Instant,
     /// Time of the last look for messages on the TCP connection.
     looked: Instant,
@@ -235,13 +235,15 @@ impl Idle {
         Self { turns: 0, since: now, looked: now }
     }
 
-    /// Records that the side had work, and restarts the count of waits.
+    /// Restarts the count of waits. The side calls this when it has read a completion or received
+    /// a message.
     pub(super) fn busy(&mut self) {
         self.turns = 0;
     }
 
     /// Waits briefly. Returns true if the other side has sent a message or closed the connection.
-    /// Fails after [`PATIENCE`] without work.
+    /// Fails if the side has waited for longer than [`PATIENCE`] since the last call of
+    /// [`Self::busy`].
     pub(super) fn wait(&mut self, domain: &Domain, peer: &Peer) -> Result<bool> {
         if domain.progress()? > 0 {
             return Ok(false);

@@ -102,7 +102,7 @@ const ANSWER_TIME: Duration = Duration::from_millis(100);
 struct QueryAtEnd {
     iface: Arc<dyn Iface>,
     address: Address,
-    /// Number of queries that still found an allocation.
+    /// Number of queries that still found an allocation at `address`.
     claims: AtomicU64,
     /// The threads that query.
     queries: Mutex<Vec<JoinHandle<()>>>,
@@ -129,16 +129,18 @@ impl Reaction for QueryAtEnd {
 /// allocator reuses addresses soon.
 const ALLOCATIONS: usize = 4;
 
-/// Allocates memory when the first change begins.
+/// Allocates memory when the first change of the watched range begins.
 #[derive(Debug)]
 struct AllocateAtStart {
     iface: Arc<dyn Iface>,
     request: AllocRequest,
-    /// True once a change has begun.
+    /// True once a change of the watched range has begun.
     notified: AtomicBool,
-    /// The memory that was allocated before the notification ended.
+    /// The ranges that `thread` had allocated when [`Reaction::begun`] returned for the first
+    /// change. The notification of that change was still in progress then. Empty if `thread` took
+    /// longer than [`ANSWER_TIME`].
     allocated: Mutex<Vec<AddressRange>>,
-    /// The thread that allocates, which returns its buffers.
+    /// The thread that allocates memory. It returns the buffers. `None` before the first change.
     thread: Mutex<Option<JoinHandle<Vec<DeviceBuffer>>>>,
 }
 
@@ -168,7 +170,7 @@ struct Subscriber {
     monitor: Arc<dyn Monitor>,
     /// True once a subscription has succeeded.
     watched: bool,
-    /// The errors for the kinds that the monitor does not watch.
+    /// The errors for the kinds of memory that the monitor does not watch.
     refusals: Vec<String>,
 }
 
@@ -257,7 +259,7 @@ pub(super) fn monitor_detects_a_free(iface: &Arc<dyn Iface>) -> Outcome {
 }
 
 /// Tests that the iface no longer claims freed memory when the notification of the free ends.
-/// Otherwise a cache can register the memory again, and misses that the memory is gone.
+/// Otherwise a cache can register the memory again, and does not notice that the memory is gone.
 pub(super) fn freed_memory_is_not_claimed_after_its_notification(
     iface: &Arc<dyn Iface>,
 ) -> Outcome {

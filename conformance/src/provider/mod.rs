@@ -97,8 +97,8 @@ behaviours! {
     /// Requirement EVT-05: a wait returns when a request completes or the timeout ends, with at
     /// most the requested number of completions.
     wait_ends_with_a_completion_or_its_timeout;
-    /// Requirement EVT-05: after the completion channel of an empty queue is armed, its file
-    /// descriptor becomes readable with the next completion.
+    /// Requirement EVT-05: after the completion channel of an empty queue is armed, the channel's
+    /// file descriptor becomes readable with the next completion.
     channel_is_readable_from_the_next_completion_on;
     /// Requirement EVT-04: if the NIC carries no immediate data, a write or message with such data
     /// fails with Unsupported.
@@ -133,8 +133,8 @@ behaviours! {
     /// Requirement MR-09: a sub-region of a region without any right can grant reads, but not
     /// writes.
     sub_region_of_a_region_without_rights_may_read, SUB_REGIONS;
-    /// Requirement MR-09: a sub-region can grant writes without atomics, or atomics without writes,
-    /// whichever of the two its base grants.
+    /// Requirement MR-09: a sub-region can grant writes without atomics, or atomics without writes.
+    /// This does not depend on which of the two its base grants.
     sub_regions_grant_writes_and_atomics_separately, ATOMICS, SUB_REGIONS;
     /// Requirements MR-09 and MW-05: a window can grant writes without atomics, or atomics without
     /// writes. It can grant neither on a region that the NIC may not write.
@@ -157,8 +157,8 @@ behaviours! {
     /// Requirement MR-05: a close during a stream of writes makes the writes fail, and none changes
     /// the memory after the close has returned.
     close_amid_a_stream_of_writes_leaves_the_memory_alone, PLAIN_KEYS;
-    /// Requirement MR-05: a posted request that has not begun fails after the close of a region
-    /// that it uses.
+    /// Requirement MR-05: after the close of a region, the posted requests that use the region and
+    /// have not begun fail.
     posted_transfers_that_have_not_begun_fail_after_close, CONTROL, BY_HAND;
     /// Requirement MR-05: after a refused access, transfers work again once both endpoints have
     /// reconnected.
@@ -174,11 +174,11 @@ behaviours! {
     /// Requirement MR-06: in ENDPOINT mode, no endpoint reaches a region whose endpoint is closed.
     /// The region can still be closed.
     region_of_a_closed_endpoint_is_unreachable_and_closes, ENDPOINT_MODE;
-    /// Requirement MR-07: in five rounds, memory is closed, freed and allocated again at one
-    /// address. Each new registration reaches the new bytes.
+    /// Requirement MR-07: in each of five rounds, new memory at the same address is registered,
+    /// and peers reach the new bytes. Then the region is closed and the memory is freed.
     memory_at_a_reused_address_is_reached_five_times;
-    /// Requirement MR-07: in 10,000 rounds, memory is closed, freed and allocated again at one
-    /// address. Each new registration reaches the new bytes.
+    /// Requirement MR-07: in each of 10,000 rounds, new memory at the same address is registered,
+    /// and peers reach the new bytes. Then the region is closed and the memory is freed.
     memory_at_a_reused_address_is_reached_ten_thousand_times, LONG;
     /// Requirement MR-07: after the pages of a region were replaced, the NIC uses either the old or
     /// the new pages, for reads and writes alike. After a refresh it uses the new pages.
@@ -196,11 +196,11 @@ behaviours! {
     /// Requirement MR-09: a receive fails if the region of its buffer lacks RECV, or if the buffer
     /// leaves the region.
     receives_need_the_right_recv_and_stay_in_bounds, LOCAL_RIGHTS;
-    /// Requirement MR-09: a post to a peer that the endpoint itself did not resolve fails with
-    /// InvalidArgument.
+    /// Requirement MR-09: a post to a peer fails with InvalidArgument if only another endpoint
+    /// resolved the peer.
     peer_of_another_endpoint_is_refused, ONCE;
-    /// Requirement MR-07: memory that the close of a region returned can be registered again, and
-    /// peers read its current bytes.
+    /// Requirement MR-07: the close of a region returns the memory to the caller. The caller can
+    /// register this memory again, and peers then read its current bytes.
     memory_is_registered_again_after_close, ONCE;
     /// Requirement MR-16: several threads can register and close regions of one domain at the same
     /// time.
@@ -230,7 +230,7 @@ behaviours! {
     /// and succeeds after that region is closed.
     requested_key_in_use_is_refused, OWN_KEYS;
     /// Requirement KEY-05: peers reach a region only if their endpoint has the region's
-    /// authorization key. A region without a key of its own has that of its domain.
+    /// authorization key. A region without an authorization key of its own has that of its domain.
     peers_need_the_auth_key_of_the_region;
     /// Requirement KEY-03: `raw_attr` fails with TooSmall and the needed size if the buffer is too
     /// small. Otherwise it returns the raw key and the base address of any region.
@@ -241,7 +241,7 @@ behaviours! {
     /// Requirement KEY-04: the close of a domain fails with Busy until the domain has unmapped its
     /// raw keys.
     domain_with_mapped_keys_is_busy_at_close, RAW_KEYS;
-    /// Requirement MODE-10: bytes that are no endpoint name fail to resolve with Malformed.
+    /// Requirement MODE-10: resolving bytes that are no endpoint name fails with Malformed.
     malformed_endpoint_name_is_refused, ONCE;
     /// Requirement SUB-01: a sub-region has a key, rights and bounds of its own. Closing it leaves
     /// its base usable.
@@ -344,8 +344,8 @@ behaviours! {
     /// Requirement EVT-02: the counter of a region counts each successful write and atomic with the
     /// region's key once, and no reads.
     counter_counts_each_remote_write_and_atomic_once, COUNTERS;
-    /// Requirement EVT-02: if a region has several counters, each of them counts every write and
-    /// atomic once until it is closed.
+    /// Requirement EVT-02: if a region has several counters, each open counter counts every write
+    /// and atomic once.
     every_counter_of_a_region_counts_each_write_and_atomic_once, COUNTERS;
     /// Requirements EVT-02 and KEY-08: a write to a region with a counter fails if the target's
     /// endpoint lacks the capability RMA_EVENT.

@@ -209,7 +209,8 @@ impl ViewGroup {
     }
 }
 
-/// The domains, memories and views of a batch, with the bytes of each view.
+/// The domains, memories and views of a batch, with the bytes of each view. The methods identify a
+/// view by its position in `views`.
 struct BatchPlan<'a> {
     domains: Vec<&'a Arc<DomainInner>>,
     memories: &'a [HeldMemory<'a>],
@@ -554,11 +555,11 @@ impl RegionSet {
     }
 }
 
-/// The regions of a batch: views times NICs.
+/// The regions of a batch, in which each view is registered with each NIC.
 ///
-/// A memory is named by its position in the batch, a view by its position among the views of its
-/// memory, and a NIC by its position in the list of [`Batch::on`]. Access the bytes of buffers
-/// through [`Regions::read`] and [`Regions::write`], which copy.
+/// The methods take positions, which begin at 0: that of a memory in the batch, that of a view
+/// among the views of its memory, and that of a NIC in the list of [`Batch::on`]. Access the bytes
+/// of buffers through [`Regions::read`] and [`Regions::write`], which copy.
 ///
 /// Dropping the value deregisters everything.
 pub struct Regions<M: Memory> {
@@ -567,7 +568,8 @@ pub struct Regions<M: Memory> {
 }
 
 impl<M: Memory> Regions<M> {
-    /// Returns a view on one NIC.
+    /// Returns a view on one NIC. The arguments are the positions of the NIC, of the memory, and of
+    /// the view among the views of that memory, from 0.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfBounds`] if there is no such NIC, memory or view. A value that
@@ -590,17 +592,19 @@ impl<M: Memory> Regions<M> {
         Ok(set.view(nic, placed))
     }
 
-    /// Returns the views of one NIC, in the order of the batch.
+    /// Returns all views on one NIC, in the order of the batch. `nic` is the position of the NIC in
+    /// the list of [`Batch::on`], from 0.
     ///
     /// # Panics
-    /// The position of the NIC is too large.
+    /// The list has no NIC at that position.
     pub fn views(&self, nic: usize) -> impl ExactSizeIterator<Item = RegionView<'_>> {
         assert!(nic < self.set.nics.len(), "{nic} is not a NIC of the batch");
         self.set.views.iter().map(move |placed| self.set.view(nic, placed))
     }
 
     /// Returns the keys of one view on all NICs as one value, with the name of each NIC, to send to
-    /// a peer.
+    /// a peer. The arguments are the positions of the memory, and of the view among the views of
+    /// that memory, from 0.
     ///
     /// # Errors
     /// The errors of [`Regions::view`], [`RegionView::key`] and [`RailKeys::new`].
@@ -630,20 +634,24 @@ impl<M: Memory> Regions<M> {
         })
     }
 
-    /// Fills `into` with the bytes of a memory from `offset` on.
+    /// Fills `into` with the bytes of one memory from `offset` on. `memory` is the position of that
+    /// memory in the batch, from 0.
     ///
     /// # Errors
-    /// - [`ErrorKind::OutOfBounds`] if there is no such memory, or the bytes are not all in it.
+    /// - [`ErrorKind::OutOfBounds`] if the batch has no such memory, or some of the bytes lie
+    ///   outside the memory.
     /// - The other errors of [`Region::read`](super::Region::read).
     pub fn read(&self, memory: usize, offset: u64, into: &mut [u8]) -> Result<()> {
         // SAFETY: the place comes from the parts, which the borrow keeps alive.
         unsafe { self.place(memory)?.read(offset, into) }
     }
 
-    /// Copies `from` to the bytes of a memory from `offset` on.
+    /// Copies `from` to the bytes of one memory from `offset` on. `memory` is the position of that
+    /// memory in the batch, from 0.
     ///
     /// # Errors
-    /// - [`ErrorKind::OutOfBounds`] if there is no such memory, or the bytes are not all in it.
+    /// - [`ErrorKind::OutOfBounds`] if the batch has no such memory, or some of the bytes lie
+    ///   outside the memory.
     /// - The other errors of [`Region::write`](super::Region::write).
     pub fn write(&self, memory: usize, offset: u64, from: &[u8]) -> Result<()> {
         // SAFETY: the place comes from the parts, which the borrow keeps alive.

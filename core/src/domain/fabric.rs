@@ -43,11 +43,11 @@ pub enum MrMemory<'a> {
     Ranges(Raw<&'a [AddressRange]>),
     /// A dma-buf. The request needs [`MrFlags::MR_DMABUF`].
     DmaBuf(Raw<BorrowedDmaBuf<'a>>),
-    /// A part of a region that is registered (`base_mr`).
+    /// A part of a registered region, to be registered as a sub-region.
     Part {
-        /// The registered region.
+        /// The registered region that contains the part (`base_mr`).
         base: &'a MemoryRegion,
-        /// The part, which lies inside one range of the region.
+        /// The addresses of the part. They must lie inside one range of `base`.
         range: AddressRange,
     },
 }
@@ -89,9 +89,10 @@ pub struct MrAttr<'a> {
     /// [`Request::owner`](super::Request::owner). With `None` the domain queries its ifaces. A
     /// sub-region has the iface of its base.
     pub iface: Option<IfaceKind>,
-    /// The device that owns the memory, under the same rules. With `None` the domain queries its
-    /// ifaces. For a dma-buf, which cannot be queried, `None` means no device, and completion
-    /// queues flush none ([`Domain::open_cq`]).
+    /// The device that owns the memory, under the rules of
+    /// [`Request::owner`](super::Request::owner). With `None` the domain queries its ifaces. A
+    /// dma-buf cannot be queried. With `None` a dma-buf counts as memory of no device, and
+    /// completion queues flush no device for it ([`Domain::open_cq`]).
     ///
     /// The domain ignores the device if [`MrAttr::iface`] is `None` or the system iface, if
     /// [`DomainAttr::hmem`](crate::DomainAttr::hmem) is false, and with
@@ -228,7 +229,7 @@ pub fn regv(
 /// - [`ErrorKind::ReservedOffset`] and [`ErrorKind::ReservedHmemData`] if [`MrAttr::offset`] or
 ///   [`MrAttr::hmem_data`] is not 0.
 /// - [`ErrorKind::InvalidArgument`] for a dma-buf without [`MrFlags::MR_DMABUF`], and for other
-///   memory with it.
+///   memory with this flag.
 /// - For a part of a region: the errors of [`MemoryRegion::sub`], and
 ///   [`ErrorKind::InvalidArgument`] for a base of another domain.
 #[inline]

@@ -204,7 +204,8 @@ impl Leasing {
         Self { cache: cache.share(), host, transmits, receives }
     }
 
-    /// Posts a request, with leased regions for local memory without a descriptor.
+    /// Posts a request. If local memory of the request needs a descriptor and has none, leases a
+    /// cached region of that memory, and posts the region's descriptor.
     ///
     /// # Safety
     /// The conditions of [`ProviderEndpoint::post`].
@@ -232,8 +233,8 @@ impl Leasing {
         posted
     }
 
-    /// Posts a request with the marked context `context`, and with leased regions for the local
-    /// memory that needs a descriptor and has none.
+    /// Posts a request like [`Self::post`], with the marked context `context`. Stores the leases in
+    /// the slot that this context identifies.
     ///
     /// # Safety
     /// The conditions of [`ProviderEndpoint::post`].
@@ -272,8 +273,8 @@ impl Leasing {
         unsafe { to.post(&WorkRequest { operation, local: &segments, context, ..*request }) }
     }
 
-    /// Leases a region of the segment's memory. Returns `None` if the segment has a descriptor, or
-    /// needs none.
+    /// Leases a cached region that contains the segment's memory. Returns `None` if the segment has
+    /// a descriptor, or needs none.
     fn lease(
         &self,
         segment: &LocalSegment,
@@ -286,7 +287,7 @@ impl Leasing {
         self.cache.lease(range, access, Around::of(Promise::ReadWrite), self.host)
     }
 
-    /// Ends all leases after the endpoint was closed.
+    /// Ends the leases of all requests of the endpoint. The caller has closed the endpoint.
     pub(super) fn release(&self) {
         for direction in [&self.transmits, &self.receives] {
             direction.in_flight.release(direction.endpoint);

@@ -45,9 +45,9 @@ pub const SYN_DEVICE_GAUDI2: c_int = 4;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DeviceInfo {
-    /// First address of the SRAM.
+    /// First address of the SRAM, in the device's address space.
     pub sram_base: u64,
-    /// First address of the DRAM.
+    /// First address of the DRAM, in the device's address space.
     pub dram_base: u64,
     /// Size of the SRAM in bytes.
     pub sram_size: u32,
@@ -65,9 +65,11 @@ pub struct DeviceInfo {
     pub device_type: c_int,
     /// Number that identifies the device on the machine.
     pub device_index: u8,
-    /// First address of the mapping of all device memory. Older software writes 0.
+    /// First address of the range at which all memory of the device is mapped in the device's
+    /// address space. Addresses from `synDeviceMalloc` lie in this range. 0 if the installed
+    /// `libSynapse.so` is too old to report the address.
     pub global_hbm_base: u64,
-    /// Space for members that newer software adds.
+    /// Space for members that newer versions of `libSynapse.so` write.
     pub reserved: [u64; 23],
 }
 

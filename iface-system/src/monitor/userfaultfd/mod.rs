@@ -146,7 +146,7 @@ impl UserFaultFd {
     /// together. Adjacent ranges of one monitor count as one.
     ///
     /// Each range uses up to two of the `vm.max_map_count` mappings of the process. The monitors
-    /// use only a part of these, so that the application can use the others.
+    /// use only a part of these mappings, so that the application can use the others.
     #[must_use]
     pub fn most_ranges(&self) -> usize {
         budget::ranges(self.limit)
@@ -170,8 +170,8 @@ impl UserFaultFd {
     }
 
     /// Records that memhooks also notify all subscribers of this monitor. From then on, the event
-    /// of a hooked discard no longer makes its range uncacheable, since the hook itself notifies
-    /// before and after the call.
+    /// of a hooked discard no longer makes the discarded range uncacheable, since the hook itself
+    /// notifies before and after the call.
     pub(super) fn set_beneath_hooks(&self) {
         self.watched.beneath_hooks.store(true, Ordering::Relaxed);
     }
@@ -186,9 +186,12 @@ impl UserFaultFd {
         self.watched.subscribers.shared().is_own_process()
     }
 
-    /// Subscribes to changes of a range like [`Monitor::subscribe`], for a caller that has checked
-    /// that the range is anonymous memory or a System V segment. `area` is the result of that check
-    /// ([`Maps::check`]), or `None` if the caller does not have it.
+    /// Subscribes to changes of a range like [`Monitor::subscribe`], but does not check that the
+    /// range is anonymous memory or a System V segment. The caller must have made this check itself
+    /// ([`Maps::check`]), or have subscribed the range to another monitor that makes the check.
+    ///
+    /// `area` is the result of the caller's own check. It is `None` if another monitor made the
+    /// check, because that monitor does not return the result.
     pub(super) fn watch(
         &self,
         range: AddressRange,
@@ -382,9 +385,9 @@ impl UserFaultFd {
     /// thread has read every pending event, because the threads that caused these events are
     /// blocked until then.
     ///
-    /// Closing the userfaultfd is not enough. A forked child may have it open too, and then the
-    /// kernel would still watch the ranges. A thread that unmaps one would wait forever for a
-    /// reader.
+    /// Closing the userfaultfd is not enough. A forked child may have the userfaultfd open too, and
+    /// then the kernel would still watch the ranges. A thread that unmaps a watched range would
+    /// wait forever for a reader.
     fn quiesce(&self) {
         let mut subscriptions = self.subscriptions.lock();
         self.forget_moved(&subscriptions.counted);
