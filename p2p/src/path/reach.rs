@@ -2,9 +2,9 @@
 //! over a path.
 //!
 //! Some machines register device memory for a NIC that cannot reach it, and only transfers fail. A
-//! check first moves bytes between two pages of the host, and does so again if the transfers with the
-//! device failed. So a NIC that cannot transfer at all is not taken for a device out of reach. All
-//! transfers are between two endpoints of the domain.
+//! check first moves bytes between two pages of the host, and does so again if the transfers with
+//! the device failed. So a NIC that cannot transfer at all is not taken for a device out of reach.
+//! All transfers are between two endpoints of the domain.
 
 #![allow(unsafe_code, reason = "registers a page of the host, and copies and transfers pages")]
 
