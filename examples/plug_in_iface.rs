@@ -278,7 +278,8 @@ impl DmaBufExporter for FileMemory {
         }
         let (fd, offset) = self.locate(range)?;
         let (offset, alloc_offset) = (DmaBufOffset(offset), AllocOffset(offset));
-        Ok(DmaBufExport { fd, offset, alloc_offset, len: range.len(), mapping })
+        let (len, revocation) = (range.len(), None);
+        Ok(DmaBufExport { fd, offset, alloc_offset, len, mapping, revocation })
     }
 }
 

@@ -110,6 +110,7 @@ fn calls_that_need_a_missing_facet_are_refused() {
     refused(region.sub(part, Access::READ, None).unwrap_err(), ErrorKind::Unsupported);
     refused(region.refresh(&[]).unwrap_err(), ErrorKind::NoSys);
     refused(region.raw_key().unwrap_err(), ErrorKind::Unsupported);
+    refused(region.check().unwrap_err(), ErrorKind::Unsupported);
     let raw = RawKey(vec![0; 32]);
     refused(domain.map_raw(Iova(0), 64, &raw).unwrap_err(), ErrorKind::Unsupported);
     refused(domain.unmap_key(&region.key().expect("key")).unwrap_err(), ErrorKind::Unsupported);

@@ -4,10 +4,11 @@
 use std::fmt::Debug;
 
 use hmem_core::{
-    Errno,
+    Address, Errno,
     provider::{NicState, Provider},
     testing::Gate,
 };
+use hmem_iface_system::Simulated;
 use hmem_provider_loopback::{Faults, Loopback, NicCall};
 
 /// A kind of call that a test makes wait or fail.
@@ -51,6 +52,14 @@ pub trait TestControl: Debug + Send + Sync {
         false
     }
 
+    /// Revokes the dma-bufs that were exported from the allocation of `device` at `address`. When
+    /// the call returns, the NIC does not access them. Returns false if the back end does not
+    /// honour revocations.
+    fn revoke(&self, device: &Simulated, address: Address) -> bool {
+        let _unused = (device, address);
+        false
+    }
+
     /// Returns true if the kind of error of a refused access tells the reason. RDMA devices report
     /// the same error for an invalid key, a range out of bounds, an absent page and a missing
     /// right.
@@ -78,6 +87,10 @@ impl TestControl for (Loopback, Faults) {
         let nics = self.0.nics().expect("list the NICs");
         self.0.set_nic_state(&nics[0].nic.name, state).expect("a NIC of the fabric");
         true
+    }
+
+    fn revoke(&self, device: &Simulated, address: Address) -> bool {
+        device.revoke_exports(address).expect("memory of the device")
     }
 
     fn tells_reasons(&self) -> bool {

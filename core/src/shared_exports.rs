@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use crate::{
     AddressRange, Allocation, AllocationKind, Iface, IfaceExt,
-    iface::{DmaBufExport, DmaBufMapping},
+    iface::{DmaBufExport, DmaBufMapping, Revocation},
 };
 
 /// A handle for dma-buf exports that several registrations share.
@@ -28,6 +28,11 @@ use crate::{
 /// - memory of an iface without identities ([`Iface::has_identities`]);
 /// - memory of an iface whose exports depend on the NIC
 ///   ([`DmaBufExporter::serves_every_nic`](crate::iface::DmaBufExporter::serves_every_nic)).
+///
+/// If a driver in the kernel revokes a stored dma-buf ([`RegionState::Revoked`]), the handle does
+/// not learn of it, and NICs refuse the dma-buf. Register the memory again with a new handle then.
+///
+/// [`RegionState::Revoked`]: crate::RegionState::Revoked
 ///
 /// ```no_run
 /// use hmem_core::{Access, Domain, Raw, Region, Request, Result, SharedExports};
@@ -80,8 +85,8 @@ impl SharedExports {
     }
 
     /// Returns the stored export of `exported`, a range of the allocation `of`, with this dma-buf
-    /// mapping. The caller must have just queried the allocation. Drops the exports of earlier
-    /// allocations at the same addresses, which were freed.
+    /// mapping. The caller must have just queried the allocation. Drops revoked exports, and those
+    /// of earlier allocations at the same addresses, which were freed.
     ///
     /// Path selectors call this method before they export memory.
     #[must_use]
@@ -93,7 +98,9 @@ impl SharedExports {
         mapping: DmaBufMapping,
     ) -> Option<Arc<SharedExport>> {
         let of_freed = |old: &mut Arc<SharedExport>| {
-            old.is_of(iface) && old.of.range.overlaps(of.range) && !old.is_part_of(of)
+            old.is_of(iface)
+                && old.of.range.overlaps(of.range)
+                && (!old.is_part_of(of) || old.is_revoked())
         };
         let is_wanted = |old: &&Arc<SharedExport>| {
             old.is_of(iface)
@@ -146,6 +153,10 @@ impl SharedExport {
 
     fn is_of(&self, iface: &Arc<dyn Iface>) -> bool {
         std::ptr::addr_eq(Arc::as_ptr(&self.iface), Arc::as_ptr(iface))
+    }
+
+    fn is_revoked(&self) -> bool {
+        self.export().revocation.as_ref().is_some_and(Revocation::is_revoked)
     }
 
     fn is_part_of(&self, of: &Allocation) -> bool {

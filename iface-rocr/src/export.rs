@@ -73,6 +73,7 @@ impl DmaBufExporter for Exporter {
             alloc_offset: allocation.offset_of(range.start()).unwrap_or(AllocOffset(0)),
             len: range.len(),
             mapping,
+            revocation: None,
         })
     }
 

@@ -5,8 +5,8 @@ mod support;
 use std::sync::Mutex;
 
 use hmem_core::{
-    AllocationKind, DeviceId, Errno, ErrorKind, IfaceExt,
-    iface::{AllocRequest, DmaBufMapping},
+    Allocation, AllocationKind, DeviceId, Errno, ErrorKind, IfaceExt,
+    iface::{AllocRequest, DmaBufExport, DmaBufMapping},
 };
 use hmem_iface_system::{AddressReuse, DmaBufKind, P2pMatrix, Simulated};
 use support::*;
@@ -357,5 +357,25 @@ fn genuine_dma_bufs_need_udmabuf() {
             println!("skipped the content of dma-bufs: {error}");
             assert!(error.remedy_text().unwrap().contains("udmabuf"));
         }
+    }
+}
+
+/// LIFE-07: a revocation reaches the dma-bufs that were exported before it, and no others.
+#[test]
+fn revocation_ends_earlier_exports_of_the_allocation_only() {
+    let _turn = turn();
+    let simulated = simulated();
+    let (allocation, other) = (device(&simulated, page()), device(&simulated, page()));
+    let nic = nic("nic0");
+    let export =
+        |of: &Allocation| simulated.export_dma_buf(of.range, &nic, DmaBufMapping::Default).unwrap();
+    let is_revoked = |export: &DmaBufExport| export.revocation.as_ref().unwrap().is_revoked();
+    assert!(!simulated.revoke_exports(allocation.base()).unwrap(), "nothing was exported");
+    let (first, second, kept) = (export(&allocation), export(&allocation), export(&other));
+    assert!(simulated.revoke_exports(allocation.base()).unwrap());
+    let later = export(&allocation);
+    assert_eq!([&first, &second, &kept, &later].map(is_revoked), [true, true, false, false]);
+    for export in [first, second, kept, later] {
+        simulated.release_dma_buf(export).unwrap();
     }
 }

@@ -69,9 +69,10 @@ impl DmaBufExporter for Exporter {
         }
         let found = self.exportable(range, of).map_err(described)?;
         let fd = self.export_whole(&found).map_err(described)?;
-        let offset = found.allocation.offset_of(range.start()).unwrap_or(AllocOffset(0));
-        let len = range.len();
-        Ok(DmaBufExport { fd, offset: DmaBufOffset(offset.0), alloc_offset: offset, len, mapping })
+        let alloc_offset = found.allocation.offset_of(range.start()).unwrap_or(AllocOffset(0));
+        let offset = DmaBufOffset(alloc_offset.0);
+        let (len, revocation) = (range.len(), None);
+        Ok(DmaBufExport { fd, offset, alloc_offset, len, mapping, revocation })
     }
 }
 

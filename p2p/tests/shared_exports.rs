@@ -7,8 +7,8 @@ use std::{sync::Arc, time::Duration};
 
 use hmem_core::{
     Access, Address, AddressRange, Allocation, AllocationKind, DeviceId, Domain, DomainAttr, Errno,
-    Iface, IfaceExt, IfaceKind, MemoryRegion, MrMode, Path, Promise, Raw, Region, Registry,
-    Request, Result, SharedExports,
+    Iface, IfaceExt, IfaceKind, MemoryRegion, MrMode, Path, Promise, Raw, Region, RegionState,
+    Registry, Request, Result, SharedExports,
     iface::{AllocRequest, Device, DmaBufExporter, DmaBufMapping},
     path::P2pPolicy,
     provider::{EndpointAttr, Imports},
@@ -199,6 +199,23 @@ fn memory_that_was_freed_and_allocated_again_is_exported_anew() {
     assert_eq!((bench.exports(), bench.live_exports(), exports.len()), (2, 1, 1));
     drop(region);
     bench.free(&new);
+}
+
+/// LIFE-07
+#[test]
+fn memory_whose_dma_buf_was_revoked_is_exported_anew() {
+    let bench = Bench::new();
+    let exports = SharedExports::new();
+    let memory = bench.allocate(AllocationKind::Device, page_size());
+    let old = register(&bench.nics[0], memory.range, &exports).expect("registered");
+    assert!(bench.device.revoke_exports(memory.base()).expect("live"));
+    assert_eq!(old.state(), RegionState::Revoked);
+    bench.copy_in(&memory, 3);
+    let new = register(&bench.nics[1], memory.range, &exports).expect("registered");
+    assert_eq!(pull(&bench.nics[1], &new), [3; 64]);
+    assert_eq!((bench.exports(), bench.live_exports(), exports.len()), (2, 1, 1));
+    drop((old, new));
+    bench.free(&memory);
 }
 
 #[test]

@@ -460,7 +460,12 @@ fn peer_memory<'a>(iface: &'a Arc<dyn Iface>, address: Address, _: BorrowedFd<'a
 }
 
 fn dma_buf<'a>(_: &'a Arc<dyn Iface>, _: Address, fd: BorrowedFd<'a>) -> Backing<'a> {
-    Backing::DmaBuf { fd, offset: DmaBufOffset(8192), mapping: DmaBufMapping::Default }
+    Backing::DmaBuf {
+        fd,
+        offset: DmaBufOffset(8192),
+        mapping: DmaBufMapping::Default,
+        revocation: None,
+    }
 }
 
 /// FAB-11

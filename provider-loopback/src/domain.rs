@@ -8,7 +8,7 @@ use std::{
 
 use hmem_core::{
     AuthKey, ErrorKind, MrMode, ProcessMark, RawKey, Registry, Result,
-    provider::{DomainRequest, NicRecord, StagingAttr},
+    provider::{DomainRequest, NicRecord, RevocationListeners, StagingAttr},
 };
 use hmem_p2p::staging::Pool;
 use parking_lot::{Mutex, RwLock};
@@ -42,6 +42,8 @@ pub(super) struct DomainState {
     pub(super) pinner: Option<Pinner>,
     /// The record of the device's loss, and of the events of its port.
     pub(super) record: NicRecord,
+    /// The listeners for revoked dma-bufs. The attachments of regions share them.
+    pub(super) listeners: Arc<RevocationListeners>,
     /// The process that opened the domain. A forked child must not use the domain: a thread of the
     /// parent, which the child does not have, may hold any lock of the domain.
     pub(super) process: ProcessMark,
@@ -71,6 +73,7 @@ impl DomainState {
             mapped: RwLock::default(),
             pinner,
             record: NicRecord::default(),
+            listeners: Arc::default(),
             process: ProcessMark::current()?,
             staging: request.staging,
             pool: Mutex::default(),

@@ -13,12 +13,13 @@ use std::{
 use hmem_core::{
     AddressRange, Addressing, Error, ErrorKind, Iova, RawKey, RemoteKey, Result,
     counter::Counter,
+    monitor::Invalidator,
     provider::{
         self, CompletionChannel, CompletionQueue, DomainRequest, Enabling, EndpointAttr,
         EndpointBinding, LiveObjects, MANUAL_WAIT, ManualProgress, NicEvent, NicLife, NicState,
         Piece, ProgressModel, ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion,
-        ProviderWindow, RawKeys, Refresh, RegionCounters, Registration, StagingAccess, SubRegions,
-        Transport, WindowBind, WindowStatus, WindowType,
+        ProviderWindow, RawKeys, Refresh, RegionCounters, Registration, Revocations, StagingAccess,
+        SubRegions, Transport, WindowBind, WindowStatus, WindowType,
     },
     transfer::{Completion, EndpointName, PeerId, WorkRequest},
 };
@@ -260,8 +261,23 @@ unsafe impl ProviderDomain for Domain {
         Some(self)
     }
 
+    fn revocations(&self) -> Option<&dyn Revocations> {
+        Some(self)
+    }
+
     fn manual_progress(&self) -> Option<&dyn ManualProgress> {
         self.by_hand().then_some(self as _)
+    }
+}
+
+impl Revocations for Domain {
+    fn is_revoked(&self, region: ProviderRegion) -> bool {
+        let state = &self.state;
+        state.process.is_current() && state.nic.regions.is_revoked(state.id, token_of(region))
+    }
+
+    fn listen(&self, listener: Weak<dyn Invalidator>) {
+        self.state.listeners.add(listener);
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{
 
 use hmem_core::{
     Access, Address, AddressRange, Addressing, AuthKey, Error, ErrorKind, IfaceExt, Registry,
-    Result, counter::Counter,
+    Result, counter::Counter, iface::DmaBufImporter, provider::revoked,
 };
 use parking_lot::{Mutex, RwLock};
 
@@ -30,19 +30,24 @@ pub(super) struct Region {
     /// The number of the endpoint that the region is bound to. Transfers through other endpoints
     /// are refused.
     endpoint: OnceLock<u64>,
+    /// True once the exporter of a dma-buf of the region revoked it. The region then has no pieces.
+    revoked: bool,
+    /// The region's attachments to dma-bufs that their exporters can revoke.
+    attachments: Vec<Arc<dyn DmaBufImporter>>,
 }
 
 /// A region with its lock.
 pub(super) type SharedRegion = Arc<RwLock<Region>>;
 
-/// The properties of a region that its registration sets. Deregistration empties `pieces`.
+/// The properties of a region that its registration sets. Deregistration and revocation empty
+/// `pieces`.
 #[derive(Debug)]
 pub(super) struct RegionAttr {
     /// The length of the region: the total number of bytes of its pieces.
     pub(super) len: u64,
     pub(super) access: Access,
     pub(super) addressing: Addressing,
-    /// The pieces in the order of their offsets. Empty once the region is deregistered.
+    /// The pieces in the order of their offsets. Empty once the region is deregistered or revoked.
     pub(super) pieces: Few<RegionPiece>,
     /// The region's authorization key, if it differs from the authorization key of the domain.
     pub(super) auth_key: Option<AuthKey>,
@@ -84,8 +89,10 @@ pub(super) enum Refusal {
     NoRegion,
     /// The region is not enabled yet.
     Disabled,
-    /// The region's pages are being refreshed.
+    /// The region's pages are being refreshed, or its dma-buf is being revoked.
     Refreshing,
+    /// The exporter revoked a dma-buf of the region.
+    Revoked,
 }
 
 impl RegionAttr {
@@ -122,6 +129,8 @@ impl Region {
             spent: AtomicBool::new(false),
             counters: OnceLock::new(),
             endpoint: OnceLock::new(),
+            revoked: false,
+            attachments: Vec::new(),
             attr,
         }))
     }
@@ -130,14 +139,34 @@ impl Region {
         self.enabled.store(true, Ordering::Release);
     }
 
-    /// Checks that the region is enabled. If `by_key` is true, also checks that its key is not a
-    /// single-use key that was used.
+    /// Keeps an attachment to a dma-buf until the region is deregistered.
+    pub(super) fn keep(&mut self, attachment: Arc<dyn DmaBufImporter>) {
+        self.attachments.push(attachment);
+    }
+
+    /// Marks the region as revoked, and drops its memory. The caller has the write guard, so that
+    /// no transfer uses the memory.
+    pub(super) fn revoke(&mut self) {
+        self.revoked = true;
+        drop(std::mem::take(&mut self.attr.pieces));
+    }
+
+    #[inline]
+    pub(super) fn is_revoked(&self) -> bool {
+        self.revoked
+    }
+
+    /// Checks that the region is enabled, and that no exporter has revoked its memory. If `by_key`
+    /// is true, also checks that its key is not a single-use key that was used.
     ///
     /// `by_key` is true if a peer's key named the region, and false if a handle of the domain did.
     #[inline]
     pub(super) fn check_usable(&self, by_key: bool) -> Result<(), Refusal> {
         if by_key && self.attr.single_use && self.spent.load(Ordering::Acquire) {
             return Err(Refusal::NoRegion);
+        }
+        if self.revoked {
+            return Err(Refusal::Revoked);
         }
         if self.enabled.load(Ordering::Acquire) { Ok(()) } else { Err(Refusal::Disabled) }
     }
@@ -294,7 +323,8 @@ impl Region {
 
 impl Refusal {
     /// Returns the error for a peer's key that cannot be used: InvalidKey for
-    /// [`Refusal::NoRegion`], and BadState if the region is disabled or being refreshed.
+    /// [`Refusal::NoRegion`] and [`Refusal::Revoked`], and BadState if the region is disabled or
+    /// being refreshed.
     pub(super) fn of_key(self) -> Error {
         match self {
             Self::NoRegion => {
@@ -302,17 +332,22 @@ impl Refusal {
                     "ask the peer for a new key: its region was closed, or its grant was revoked",
                 )
             }
+            Self::Revoked => revoked(ErrorKind::InvalidKey, "transfer")
+                .provider("loopback")
+                .remedy("ask the peer to register its memory again, and for the new key"),
             _ => self.unusable("the peer's region"),
         }
     }
 
     /// Returns the error for a local descriptor that cannot be used: NoRegion for
-    /// [`Refusal::NoRegion`], and BadState if the region is disabled or being refreshed.
+    /// [`Refusal::NoRegion`] and [`Refusal::Revoked`], and BadState if the region is disabled or
+    /// being refreshed.
     pub(super) fn of_descriptor(self) -> Error {
         match self {
             Self::NoRegion => Error::new(ErrorKind::NoRegion, "transfer")
                 .provider("loopback")
                 .remedy("keep the region of a descriptor open until the transfer completes"),
+            Self::Revoked => revoked(ErrorKind::NoRegion, "transfer").provider("loopback"),
             _ => self.unusable("the local region"),
         }
     }
@@ -320,8 +355,9 @@ impl Refusal {
     fn unusable(self, region: &'static str) -> Error {
         let why = match self {
             Self::Disabled => "not enabled",
-            Self::Refreshing => "being refreshed",
+            Self::Refreshing => "being refreshed or revoked",
             Self::NoRegion => "closed",
+            Self::Revoked => "revoked",
         };
         Error::new(ErrorKind::BadState, "transfer")
             .provider("loopback")

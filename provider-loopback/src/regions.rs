@@ -27,7 +27,11 @@
 //! In general, no thread waits for the lock of a region while it has the lock of the table.
 //!
 //! One deadlock remains: a copy engine must neither deregister nor refresh a region of the transfer
-//! that called it.
+//! that called it, nor revoke its dma-buf.
+//!
+//! **Revocation** (`Attachment` in `register.rs`) takes the write guard of a root without the lock
+//! of the table, marks the root as revoked, and drops its memory. Each later hold of the root or of
+//! its sub-regions then fails. The region stays in the table until it is deregistered.
 //!
 //! # Keys and indices
 //!
@@ -195,15 +199,21 @@ impl IndexTable {
     /// region that was registered with the pages). `by_key` is true if a peer's key named the
     /// region, and false if a handle of the domain did.
     ///
-    /// The caller holds the lock of the table. So if a write guard stands in the way, a refresh has
-    /// it, not [`Regions::remove`], which takes one only after it has removed the region from the
-    /// table.
+    /// The caller holds the lock of the table. So if a write guard stands in the way, a refresh or
+    /// a revocation has it, not [`Regions::remove`], which takes one only after it has removed the
+    /// region from the table.
     #[inline(always)]
     fn hold(&self, token: Token, live: &Live, by_key: bool) -> Result<RegionGuard, Refusal> {
         let region = live.region.try_read_arc().ok_or(Refusal::Refreshing)?;
         region.check_usable(by_key)?;
         let root = match self.root_of(live) {
-            Some(root) => Some(root.region.try_read_arc().ok_or(Refusal::Refreshing)?),
+            Some(root) => {
+                let root = root.region.try_read_arc().ok_or(Refusal::Refreshing)?;
+                if root.is_revoked() {
+                    return Err(Refusal::Revoked);
+                }
+                Some(root)
+            }
             None => None,
         };
         Ok(RegionGuard { token, region, _root: root })
@@ -325,9 +335,10 @@ impl Regions {
             table.by_key.remove(&(domain, key));
             (region, pages)
         };
-        // No transfer can find the region any more, so the number of its references only falls. If
-        // this is the only reference, no guard of the region exists. `get_mut` then acquires what
-        // the last guard released, so that all copies happen before this call returns.
+        // No transfer can find the region any more, so no new guard is taken. If this is the only
+        // reference, no guard of the region exists. `get_mut` then acquires what the last guard
+        // released, so that all copies happen before this call returns. It finds no region whose
+        // dma-buf can be revoked to be the only reference, because the attachment has a weak one.
         if Arc::get_mut(&mut region).is_none() {
             // Waits for the transfers that use the region.
             let pieces = std::mem::take(&mut region.write().attr.pieces);
@@ -357,6 +368,16 @@ impl Regions {
     #[inline]
     pub(super) fn is_live(&self, domain: u32, token: Token) -> bool {
         self.lock().slots.find(domain, token).is_some()
+    }
+
+    /// Returns true if the exporter of the memory of the region, or of its root, revoked it. Waits
+    /// for a refresh but not for transfers. Returns false for a stale handle.
+    pub(super) fn is_revoked(&self, domain: u32, token: Token) -> bool {
+        let table = self.lock();
+        let Some(live) = table.slots.find(domain, token) else { return false };
+        let root = Arc::clone(&table.slots.root_of(live).unwrap_or(live).region);
+        drop(table);
+        root.read_recursive().is_revoked()
     }
 
     /// Waits for the transfers that use a region's pages. Later transfers fail until the guard is

@@ -1,10 +1,14 @@
 //! Registration: creates a live region from ranges and their backing.
 
-use std::sync::Arc;
+use std::{
+    fmt,
+    sync::{Arc, Weak},
+};
 
 use hmem_core::{
     Access, AddressRange, Error, ErrorKind, LocalKey, MrFlags, MrMode, Result,
-    provider::{Backing, KeyRequest, Piece, ProviderRegion, Registration},
+    iface::DmaBufImporter,
+    provider::{Backing, KeyRequest, Piece, ProviderRegion, Registration, RevocationListeners},
 };
 use parking_lot::RwLock;
 
@@ -39,8 +43,28 @@ impl DomainState {
         let len = pieces.iter().map(|piece| piece.range.len()).sum();
         let reservation = self.nic.reserve(len)?;
         let region = self.prepare(request, pieces, len)?;
+        self.attach(&region, pieces)?;
         self.nic.config.faults.enter(NicCall::Register)?;
         self.insert(request.key, Pages::Own(len), region, reservation)
+    }
+
+    /// Attaches a new region to the dma-bufs of its pieces that their exporters can revoke.
+    ///
+    /// # Errors
+    /// Unavailable: a dma-buf is revoked.
+    fn attach(&self, region: &SharedRegion, pieces: &[Piece<'_>]) -> Result<()> {
+        for piece in pieces {
+            let Backing::DmaBuf { revocation: Some(revocation), .. } = &piece.backing else {
+                continue;
+            };
+            let (of, listeners) = (Arc::downgrade(region), Arc::clone(&self.listeners));
+            let attachment: Arc<dyn DmaBufImporter> =
+                Arc::new(Attachment { region: of, range: piece.range, listeners });
+            region.write().keep(Arc::clone(&attachment));
+            let attached = revocation.attach(Arc::downgrade(&attachment));
+            attached.map_err(|error| error.provider("loopback").context("range", piece.range))?;
+        }
+        Ok(())
     }
 
     /// Imports the memory of a new region. With MMU_NOTIFY, also finds the pages that the NIC may
@@ -302,6 +326,30 @@ impl DomainState {
             }
         }
         Ok(())
+    }
+}
+
+/// The attachment of a region to the dma-buf of a piece, which the region keeps.
+struct Attachment {
+    region: Weak<RwLock<Region>>,
+    /// The range of the piece.
+    range: AddressRange,
+    listeners: Arc<RevocationListeners>,
+}
+
+impl fmt::Debug for Attachment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Attachment").field("range", &self.range).finish_non_exhaustive()
+    }
+}
+
+impl DmaBufImporter for Attachment {
+    /// Waits for the transfers that use the region, and then drops its memory.
+    fn revoke(&self) {
+        let Some(region) = self.region.upgrade() else { return };
+        region.write().revoke();
+        tracing::warn!(range = %self.range, "the exporter of a registered dma-buf revoked it");
+        self.listeners.notify(&[self.range]);
     }
 }
 

@@ -157,6 +157,7 @@ fn file(fd: &OwnedFd, offset: u64, len: u64) -> Piece<'_> {
             fd: fd.as_fd(),
             offset: DmaBufOffset(offset),
             mapping: DmaBufMapping::Default,
+            revocation: None,
         },
     }
 }

@@ -38,7 +38,8 @@ pub(super) fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) 
         (WcStatus::IBV_WC_LOC_PROT_ERR, _) => (
             ErrorKind::AccessDenied,
             "local protection error",
-            "use local segments inside open regions that have the right",
+            "use local segments inside open regions that have the right, and call \
+             `MemoryRegion::check` for a region of a dma-buf, which may have been revoked",
         ),
         (WcStatus::IBV_WC_WR_FLUSH_ERR, BindWindow) => (
             ErrorKind::Canceled,
@@ -72,8 +73,8 @@ pub(super) fn status_error(status: WcStatus, vendor: u32, kind: CompletionKind) 
         (WcStatus::IBV_WC_REM_ACCESS_ERR, _) => (
             ErrorKind::AccessDenied,
             "remote access error",
-            "the key is stale or foreign, the range reaches outside, or the right was not granted: \
-             the NIC does not say which",
+            "the key is stale or foreign, the range reaches outside, the right was not granted, or \
+             the memory was revoked (the peer's `MemoryRegion::check`): the NIC does not say which",
         ),
         (WcStatus::IBV_WC_RETRY_EXC_ERR, _) => (
             ErrorKind::Unreachable,

@@ -8,18 +8,19 @@ use std::{
     ffi::c_void,
     fmt,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicU64, Ordering},
     },
 };
 
 use hmem_core::{
     Access, Addressing, Domain, ErrorKind, Iova, RawKey, RemoteKey, Result, WriteOrdering,
+    monitor::Invalidator,
     provider::{
         self, Backing, CompletionQueue, CompositeKeys, DomainRequest, EndpointAttr, Features,
         LiveObjects, ManualProgress, NicEvent, NicLife, NicState, Piece, ProviderAttr,
         ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow, RawKeys, Registration,
-        StagingAccess, Transport, WindowBind, WindowRule, WindowStatus, WindowType,
+        Revocations, StagingAccess, Transport, WindowBind, WindowRule, WindowStatus, WindowType,
     },
     random::random_u64,
     transfer::Operation,
@@ -31,7 +32,8 @@ use super::{
     domain_state::{DomainOptions, DomainState},
     endpoint::{Endpoint, Fabric, Queue},
     raw_key,
-    region::Kind,
+    region::{CpuAccess, Kind, PartKey, Region},
+    split::Span,
     staged::ActiveLanes,
     sys::AccessFlags,
     window::BIND_TIMEOUT,
@@ -260,6 +262,10 @@ unsafe impl ProviderDomain for VerbsDomain {
         Some(self)
     }
 
+    fn revocations(&self) -> Option<&dyn Revocations> {
+        Some(self)
+    }
+
     fn remedy_without(&self, missing: Features) -> Option<&'static str> {
         match missing {
             Features::SUB_REGIONS => Some(
@@ -404,6 +410,76 @@ impl NicLife for VerbsDomain {
     fn nic_events(&self) -> Vec<NicEvent> {
         self.state.pd.device.examine();
         self.state.pd.device.life.record.events_after(&self.events_read)
+    }
+}
+
+/// No verbs call reports a revocation: a driver only makes the keys of the memory fail. So a check
+/// sends a byte of each registration from one queue pair to another of this domain.
+impl Revocations for VerbsDomain {
+    fn is_revoked(&self, region: ProviderRegion) -> bool {
+        let is_revoked = |region: &Region| Ok(region.revoked.load(Ordering::Acquire));
+        self.state.regions.with(region, "check region", is_revoked).is_ok_and(|revoked| revoked)
+    }
+
+    fn check_revoked(&self, handle: ProviderRegion) -> Result<bool> {
+        const OPERATION: &str = "check region";
+        self.state.pd.device.check_usable(OPERATION)?;
+        let regions = &self.state.regions;
+        // Host pages are pinned, or follow the mapping: nobody revokes them.
+        let revocable = |region: &Region| {
+            let may_end = region.cpu == CpuAccess::None && !region.revoked.load(Ordering::Acquire);
+            let parts = region.parts.iter().filter(|_| may_end);
+            Ok(parts.map(|part| part.key).collect::<Vec<_>>())
+        };
+        let keys = regions.with(handle, OPERATION, revocable)?;
+        if !keys.is_empty() && self.refuses_any(&keys)? {
+            regions.with(handle, OPERATION, |region| region.set_revoked(&keys, OPERATION))?;
+            let ranges: Vec<_> = keys.iter().map(|key| key.range).collect();
+            tracing::warn!(nic = %self.attr().nic, ?ranges, "registered memory was revoked");
+            self.state.listeners.notify(&ranges);
+        }
+        Ok(self.is_revoked(handle))
+    }
+
+    fn listen(&self, listener: Weak<dyn Invalidator>) {
+        self.state.listeners.add(listener);
+    }
+}
+
+impl VerbsDomain {
+    /// Sends the first byte of each registration between two endpoints. Returns true if the NIC
+    /// refuses the local key of one.
+    ///
+    /// # Errors
+    /// The reason why a byte was not sent, if it is not the local key: the link, for example.
+    fn refuses_any(&self, keys: &[PartKey]) -> Result<bool> {
+        let queue = self.open_cq(8)?;
+        let attr = EndpointAttr { depth: 2, ..EndpointAttr::new(&queue) };
+        let open = || Endpoint::open(&self.state, (&self.active, &self.fabric), &attr);
+        let (from, to) = (open()?, open()?);
+        from.resolve(&to.name())?;
+        to.resolve(&from.name())?;
+        let buffer = self.state.discard_buffer()?;
+        // Shows that the two endpoints work.
+        from.send_byte(buffer, &to, buffer)??;
+        for key in keys {
+            let byte = Span { address: key.base, len: 1, lkey: key.lkey };
+            match from.send_byte(byte, &to, buffer)? {
+                Ok(_) => {}
+                Err(error) => {
+                    let refused = match error.kind() {
+                        ErrorKind::AccessDenied => true,
+                        // rxe reports a refused local key as "flushed". No earlier request of this
+                        // endpoint has failed, so there is no other cause.
+                        ErrorKind::Canceled => self.state.pd.device.is_rxe(),
+                        _ => false,
+                    };
+                    tracing::debug!(error = %error.full(), range = %key.range, "a check failed");
+                    return if refused { Ok(true) } else { Err(error) };
+                }
+            }
+        }
+        Ok(false)
     }
 }
 

@@ -8,7 +8,10 @@ use std::{
     time::Duration,
 };
 
-use hmem_core::{Error, ErrorKind, RemoteKey, RemotePiece, Result, provider::StagingAttr};
+use hmem_core::{
+    Error, ErrorKind, RemoteKey, RemotePiece, Result,
+    provider::{RevocationListeners, StagingAttr},
+};
 use parking_lot::{Mutex, RwLock};
 
 use super::{
@@ -46,6 +49,8 @@ pub(super) struct DomainState {
     /// For each key that the application made with `map_raw`: the ranges of a peer's memory to
     /// which the key gives access. Each entry is found by the number in the [`RemoteKey`].
     pub(super) mapped: RwLock<HashMap<u64, Arc<[RemotePiece]>>>,
+    /// The listeners for revoked memory.
+    pub(super) listeners: RevocationListeners,
     /// Number of open endpoints.
     pub(super) endpoints: AtomicU64,
     /// The completion queues that are closed together with the domain.
@@ -65,6 +70,7 @@ impl DomainState {
             windows: Windows::default(),
             staging: Staging::new(staging),
             mapped: RwLock::default(),
+            listeners: RevocationListeners::default(),
             endpoints: AtomicU64::new(0),
             queues: Mutex::default(),
             discard_buffer: OnceLock::new(),

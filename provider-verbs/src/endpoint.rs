@@ -19,7 +19,7 @@ use hmem_core::{
         WindowEvent,
     },
     random::random_u64,
-    transfer::{Completion, EndpointName, Operation, PeerId, WorkRequest},
+    transfer::{Completion, CompletionKind, EndpointName, Operation, PeerId, WorkRequest},
 };
 use parking_lot::{Mutex, MutexGuard};
 
@@ -33,6 +33,7 @@ use super::{
     port::Port,
     post::{PostState, Poster},
     queue::{CqState, Queues},
+    split::Span,
     staged::{ActiveLanes, Lanes},
     window::BIND_TIMEOUT,
 };
@@ -388,24 +389,51 @@ impl Endpoint {
         let request = WorkRequest { operation, local: &[], peer: self.peer, context: 0 };
         // SAFETY: window operations name no local memory.
         unsafe { self.poster.post(&request, RequestOwner::Call(Arc::clone(&awaited))) }?;
+        let why = "check that the peer has posted a receive for each message before the window \
+                   request: the request never completed, or the device hangs";
+        self.wait_for(&awaited, "window", why)?.map(drop)
+    }
+
+    /// Sends the byte `from` to the endpoint `to`, which receives it into the byte `into`. Returns
+    /// the result of the send.
+    ///
+    /// # Errors
+    /// The reason why the send did not run, or did not end before the bind timeout.
+    pub(super) fn send_byte(&self, from: Span, to: &Self, into: Span) -> Result<Result<u64>> {
+        let (sent, received) = (Awaited::default(), Awaited::default());
+        to.poster.post_byte(CompletionKind::Receive, into, &received)?;
+        self.poster.post_byte(CompletionKind::Send, from, &sent)?;
+        self.wait_for(&sent, "send", "check the device: a message to itself never completed")
+    }
+
+    /// Waits for the result of a request of the send queue, at most for the bind timeout. Stores
+    /// the completions of other requests for the application.
+    ///
+    /// # Errors
+    /// Driver: the request did not complete before the timeout. It may still complete later. `why`
+    /// is the remedy.
+    fn wait_for(
+        &self,
+        awaited: &Awaited,
+        operation: &'static str,
+        why: &'static str,
+    ) -> Result<Result<u64>> {
         let until = Instant::now() + self.domain.options.bind_timeout.unwrap_or(BIND_TIMEOUT);
         loop {
             self.queues.tx.drain()?;
             if let Some(result) = awaited.lock().take() {
                 // The drain may have stored completions of other requests.
                 self.queues.ring();
-                return result.map(drop);
+                return Ok(result);
             }
             let device = &self.domain.pd.device;
             device.read_events();
             if device.life.record.is_lost() {
-                // Ends the window request, unless the queue pair cannot be destroyed.
+                // Ends the request, unless the queue pair cannot be destroyed.
                 self.abandon();
             }
             if Instant::now() >= until {
-                let why = "check that the peer has posted a receive for each message before the \
-                           window request: the request never completed, or the device hangs";
-                return Err(self.domain.pd.device.refuse(ErrorKind::Driver, "window", why));
+                return Err(device.refuse(ErrorKind::Driver, operation, why));
             }
             std::thread::yield_now();
         }

@@ -24,9 +24,11 @@ use super::{
     domain_state::DomainState,
     errors,
     in_flight::{
-        Arrival, Effect, InFlight, LaneUpdates, RequestOwner, RequestTable, WorkRequests, last,
+        Arrival, Awaited, Effect, InFlight, LaneUpdates, RequestOwner, RequestTable, WorkRequests,
+        last,
     },
-    sys::{RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus},
+    split::Span,
+    sys::{RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus, WrOpcode},
     window::WindowRequest,
 };
 
@@ -200,6 +202,35 @@ impl Poster {
             carry(last, data);
         }
         self.submit(connection, requests, &mut chain.requests, entry)
+    }
+
+    /// Posts a message of one byte, or a receive into one byte, whose address and lkey are those of
+    /// `byte`. `awaited` gets the result.
+    pub(super) fn post_byte(
+        &self,
+        kind: CompletionKind,
+        byte: Span,
+        awaited: &Awaited,
+    ) -> Result<()> {
+        let mut state = self.state.lock();
+        let PostState { connection, requests, .. } = &mut *state;
+        let mut segment = Sge { addr: byte.address, length: 1, lkey: byte.lkey };
+        let entry = InFlight {
+            context: 0,
+            kind,
+            takes_receive: kind == CompletionKind::Send,
+            bytes: 1,
+            requests: 0,
+            window: None,
+            owner: RequestOwner::Call(Arc::clone(awaited)),
+        };
+        if kind == CompletionKind::Receive {
+            return self.submit_receive(connection, requests, slice::from_mut(&mut segment), entry);
+        }
+        let mut wr = SendWr::new(WrOpcode::IBV_WR_SEND, 0);
+        wr.num_sge = 1;
+        wr.sg_list = &mut segment;
+        self.submit(connection, requests, slice::from_mut(&mut wr), entry)
     }
 
     /// Posts a receive into the memory that `segments` name.

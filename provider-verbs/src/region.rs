@@ -6,7 +6,7 @@ use std::{
     collections::hash_map::{Entry, OccupiedEntry},
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -83,6 +83,8 @@ pub(super) struct Region {
     pub(super) parts: Parts,
     pub(super) kind: Kind,
     pub(super) windows: BoundWindows,
+    /// True once a check found that the memory was revoked.
+    pub(super) revoked: AtomicBool,
 }
 
 /// Number of memory windows that are or may be bound to a region: the number of existing
@@ -173,6 +175,7 @@ impl Region {
             parts: Parts::new(),
             kind,
             windows: BoundWindows::default(),
+            revoked: AtomicBool::new(false),
         }
     }
 
@@ -195,6 +198,19 @@ impl Region {
                      completions of posted binds and invalidations",
                 )),
         }
+    }
+
+    /// Marks the region as revoked, after the NIC refused one of `keys`.
+    ///
+    /// # Errors
+    /// Busy: the region has other local keys now, because another thread has changed its rights.
+    pub(super) fn set_revoked(&self, keys: &[PartKey], operation: &'static str) -> Result<()> {
+        let now = self.parts.iter().map(|part| part.key.lkey);
+        if !now.eq(keys.iter().map(|key| key.lkey)) {
+            return Err(changing(operation));
+        }
+        self.revoked.store(true, Ordering::Release);
+        Ok(())
     }
 
     fn addressing(&self) -> Addressing {

@@ -7,6 +7,7 @@ use std::{
     ffi::{c_int, c_void},
     os::fd::{AsRawFd, BorrowedFd},
     ptr,
+    sync::atomic::AtomicBool,
 };
 
 use hmem_core::{
@@ -112,8 +113,9 @@ impl Registrar<'_> {
             let nic = &self.pd.device.nic;
             tracing::debug!(%nic, parts = parts.len(), max = self.max, "region split");
         }
-        let windows = BoundWindows::default();
-        Ok(self.regions.insert(Region { access, flags, options, cpu, parts, kind, windows }))
+        let (windows, revoked) = (BoundWindows::default(), AtomicBool::new(false));
+        let region = Region { access, flags, options, cpu, parts, kind, windows, revoked };
+        Ok(self.regions.insert(region))
     }
 
     /// Checks that the device and the memory support the options.
@@ -286,7 +288,7 @@ impl Registrar<'_> {
                 let address = Address(address.0.wrapping_add(offset));
                 self.by_address(part, address, base, flags, BackingKind::PeerMemory)?
             }
-            Backing::DmaBuf { fd, offset: start, mapping } => {
+            Backing::DmaBuf { fd, offset: start, mapping, .. } => {
                 let start = start.0.checked_add(offset).ok_or_else(|| {
                     self.refuse(ErrorKind::AddressWraps, "ibv_reg_dmabuf_mr", "the offset wraps")
                 })?;

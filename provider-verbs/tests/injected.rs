@@ -483,7 +483,8 @@ fn missing_facets_are_refused_with_a_remedy() {
         | Features::STAGING
         | Features::MANUAL_PROGRESS
         | Features::TRANSPORT
-        | Features::NIC_LIFE;
+        | Features::NIC_LIFE
+        | Features::REVOCATIONS;
     assert_eq!(domain.features(), has);
     let region = domain.register(memory(0x1000, 4096), Access::READ).expect("register");
     let refused = |error: Error, kind: ErrorKind, advice: &str| {
@@ -669,7 +670,7 @@ fn parts_of_imported_memory_keep_their_offsets() {
         [(0, 5 * half, 3 * half), (5 * half, 3 * page, 4 * page), (11 * half, 3 * half, 7 * page)];
     for (backing, call, start) in [
         (
-            Backing::DmaBuf { fd, offset, mapping: DmaBufMapping::Default },
+            Backing::DmaBuf { fd, offset, mapping: DmaBufMapping::Default, revocation: None },
             "reg_dmabuf_mr",
             offset.0,
         ),
@@ -705,6 +706,7 @@ fn dma_buf_support_is_probed_and_read_only_fds_are_refused() {
             fd,
             offset: DmaBufOffset(0x2000),
             mapping: DmaBufMapping::Default,
+            revocation: None,
         },
     };
     calls();

@@ -196,6 +196,8 @@ pub(super) mod needs {
         });
     pub(in super::super) const DEVICE_MEMORY: Need =
         need("the behaviour concerns device memory", |case| !case.is_host());
+    pub(in super::super) const DMA_BUF: Need =
+        need("only dma-bufs are revoked", |case| case.memory == TestMemory::Device);
     /// A provider that requires no mr_mode bit, because such a bit changes the rule.
     pub(in super::super) const DEFAULT_MODE: Need =
         need("an mr_mode bit changes the rule", |case| case.attr.required_mr_mode.is_empty());

@@ -12,6 +12,7 @@ mod link;
 mod modes;
 mod nic_life;
 mod regions;
+mod revocations;
 mod rights;
 mod sub_regions;
 mod transfers;
@@ -26,6 +27,7 @@ use keys::*;
 use modes::*;
 use nic_life::*;
 use regions::*;
+use revocations::*;
 use rights::*;
 use sub_regions::*;
 use transfers::*;
@@ -220,6 +222,19 @@ behaviours! {
     /// Requirement LIFE-09: memory of a lost NIC can be registered again in another domain. A peer
     /// learns the new key from the key feed, and the old generation is refused.
     memory_of_a_lost_nic_is_registered_again_with_a_new_key, CONTROL, PLAIN_KEYS;
+    /// Requirement LIFE-07: a revoked dma-buf ends all accesses to its region and to sub-regions,
+    /// by the owner and by peers, with typed errors. Other regions work, and the revoked one
+    /// closes.
+    revoked_region_refuses_all_accesses_and_closes, DMA_BUF, CONTROL;
+    /// Requirement LIFE-07: a revocation ends accesses through windows of the region.
+    window_over_revoked_memory_is_refused_and_unbinds, WINDOWS, DMA_BUF, CONTROL;
+    /// Requirement LIFE-07: a revocation returns once no transfer uses the memory.
+    revocation_waits_for_transfers_in_flight, DMA_BUF, CONTROL;
+    /// Requirement LIFE-07: a registration cache drops the regions of a revoked dma-buf, and no
+    /// others.
+    cache_drops_revoked_memory, DMA_BUF, CONTROL, UNBOUND;
+    /// Requirement LIFE-07: revoked memory can be registered again, and peers learn the new key.
+    revoked_memory_is_registered_again_with_a_new_key, DMA_BUF, CONTROL, PLAIN_KEYS;
     /// Requirements KEY-01 and KEY-02: no two live regions have the same key, whether the
     /// application or the provider chose the keys.
     live_regions_have_keys_of_their_own;

@@ -15,6 +15,7 @@ use super::{
     case::Case,
     link::{CaseLink, Setup},
     regions::{assert_busy, assert_busy_past_the_domain},
+    revocations::revoke,
 };
 use crate::link::{Bytes, Exposed, LOCAL, REMOTE, mr_attr, open_endpoint, segment};
 use crate::{
@@ -87,6 +88,24 @@ pub(super) fn window_is_reached_until_it_is_invalidated(case: &Case) {
         link.assert_dead(&key, 0, ErrorKind::InvalidKey, "an access through an unbound window");
         assert_bytes(&memory.all(), &expected, "the region after refused accesses");
     }
+}
+
+pub(super) fn window_over_revoked_memory_is_refused_and_unbinds(case: &Case) -> Outcome {
+    let link = CaseLink::open(case);
+    for kind in window_types(&link) {
+        let memory = link.filled(&[7; 4096]);
+        let region = link.expose(memory.range(), LOCAL | Access::MW_BIND);
+        let window = Window::alloc(&link, kind);
+        let key = window.bind(&link, &region, (1000, 50));
+        link.push(&key, 0, &[7; 50]).expect("write through the window");
+        revoke(&link, memory.range())?;
+        let access = format!("an access through {kind:?} of revoked memory");
+        link.assert_dead(&key, 0, ErrorKind::InvalidKey, &access);
+        window.unbind(&link);
+        region.close().expect("close the region");
+        assert_bytes(&memory.all(), &[7; 4096], "revoked memory");
+    }
+    Ok(())
 }
 
 pub(super) fn nothing_is_reached_outside_a_window(case: &Case) -> Outcome {

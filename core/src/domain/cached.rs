@@ -155,6 +155,9 @@ impl RegionCache {
         };
         let cache = Arc::new(Cache::new(registrations, limits)?);
         cache.backend().cache.get_or_init(|| Arc::downgrade(&cache));
+        if let Some(revocations) = domain.provider.revocations() {
+            revocations.listen(Arc::downgrade(cache.invalidator()));
+        }
         Ok(Self { cache })
     }
 

@@ -11,7 +11,7 @@ use crate::{
     counter::Counter,
     domain::region_state::{RegionInner, RegionState},
     event_queue::RegionId,
-    provider::{self, Features, ProviderDomain, ProviderRegion},
+    provider::{self, Features, ProviderDomain, ProviderRegion, Revocations, revoked},
 };
 
 /// A registered memory region (`fid_mr`).
@@ -56,7 +56,73 @@ impl MemoryRegion {
     /// Returns the state of the region, for example [`RegionState::Enabled`].
     #[must_use]
     pub fn state(&self) -> RegionState {
-        self.inner.state()
+        match self.revocations() {
+            Some((revocations, region)) if revocations.is_revoked(region) => RegionState::Revoked,
+            _ => self.inner.state(),
+        }
+    }
+
+    /// Returns the facet for revoked memory, and the registered region. Returns `None` if the
+    /// region is not registered, and in a forked child.
+    fn revocations(&self) -> Option<(&dyn Revocations, ProviderRegion)> {
+        let registered = matches!(self.inner.state(), RegionState::Disabled | RegionState::Enabled);
+        let domain = &self.inner.domain;
+        let facet = domain.provider.revocations().filter(|_| registered);
+        facet.filter(|_| domain.process.is_current()).zip(self.inner.registered())
+    }
+
+    /// Checks that the memory of the region was not revoked.
+    ///
+    /// The exporter of a dma-buf can revoke it, for example when a device is reset. Most drivers of
+    /// NICs report nothing then: only the accesses of the NIC fail. So a domain that is not
+    /// notified lets the NIC read one byte of each dma-buf of the region, between two endpoints of
+    /// its own. If the memory was revoked, some drivers report
+    /// [`NicEvent::EndpointFailed`](provider::NicEvent::EndpointFailed) for one of these endpoints.
+    /// Call this after a request with the region failed, or after a peer reported that its key is
+    /// refused.
+    ///
+    /// If the memory was revoked, the state is [`RegionState::Revoked`] from then on, and the
+    /// registration cache of the domain drops its regions of this memory.
+    ///
+    /// ```
+    /// use hmem_core::{Domain, ErrorKind, Memory, Region, RegionState, Result};
+    ///
+    /// /// Closes a region whose memory was revoked.
+    /// fn close_if_revoked<M: Memory>(region: Region<M>) -> Result<Option<Region<M>>> {
+    ///     match region.check() {
+    ///         Ok(()) => Ok(Some(region)),
+    ///         Err(_) if region.state() == RegionState::Revoked => {
+    ///             region.close()?;
+    ///             Ok(None)
+    ///         }
+    ///         Err(error) => Err(error),
+    ///     }
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// - [`ErrorKind::Unavailable`] if the memory was revoked. The context value `cause` says so.
+    /// - [`ErrorKind::BadState`] before the registration completed, or after it failed, and in a
+    ///   forked child.
+    /// - [`ErrorKind::Unsupported`] if the provider cannot find revocations
+    ///   ([`Features::REVOCATIONS`]).
+    /// - The reason why the check could not run, such as a lost device.
+    pub fn check(&self) -> Result<()> {
+        const OPERATION: &str = "check region";
+        let domain = &self.inner.domain;
+        domain.process.check(OPERATION)?;
+        self.inner.registration(OPERATION)?;
+        let Some((revocations, region)) = self.revocations() else {
+            let remedy = "watch the exporter by other means: this provider finds no revocations";
+            let kind = ErrorKind::Unsupported;
+            return Err(domain.missing(Features::REVOCATIONS, OPERATION, kind, remedy));
+        };
+        match revocations.check_revoked(region)? {
+            false => Ok(()),
+            true => Err(revoked(ErrorKind::Unavailable, OPERATION)
+                .provider(domain.provider_attr.nic.to_string())
+                .context("range", self.range())),
+        }
     }
 
     /// Returns the region's identifier in events. Returns `None` for a region that was registered

@@ -40,6 +40,12 @@ pub enum RegionState {
     Failed = 4,
     /// The region is closed, or was cancelled before it was registered.
     Closed = 5,
+    /// The region is registered, and the exporter of its memory revoked the dma-buf: the NIC
+    /// refuses all accesses. The state is final until the region is closed.
+    ///
+    /// [`MemoryRegion::check`](super::MemoryRegion::check) finds revocations that no driver
+    /// reports.
+    Revoked = 6,
 }
 
 impl RegionState {

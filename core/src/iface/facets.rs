@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-use super::ipc_handle::IpcHandle;
+use super::{ipc_handle::IpcHandle, revocation::Revocation};
 pub use crate::dma_buf::DmaBufMapping;
 use crate::{
     Address, AddressRange, AllocOffset, Allocation, AllocationKind, DeviceId, DmaBufOffset, Error,
@@ -92,6 +92,9 @@ pub struct DmaBufExport {
     pub len: u64,
     /// The dma-buf mapping of the export.
     pub mapping: DmaBufMapping,
+    /// The means by which an exporter in this process revokes the dma-buf. `None` for the dma-buf
+    /// of a kernel driver, which revokes it in the kernel.
+    pub revocation: Option<Revocation>,
 }
 
 impl AsFd for DmaBufExport {

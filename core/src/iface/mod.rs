@@ -8,6 +8,7 @@
 
 mod facets;
 mod ipc_handle;
+mod revocation;
 
 use std::{fmt, sync::Arc};
 
@@ -17,6 +18,7 @@ pub use facets::{
     PeerMemoryExport, PeerMemoryExporter, SegmentMap,
 };
 pub use ipc_handle::IpcHandle;
+pub use revocation::{DmaBufImporter, Revocation};
 
 use crate::{
     Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, IfaceName, Result,

@@ -51,6 +51,9 @@ named_enum! {
         Fork = "fork",
         /// The application invalidated the memory explicitly.
         Application = "application",
+        /// The exporter of the memory's dma-buf revoked it
+        /// ([`Revocations`](crate::provider::Revocations)).
+        Revoke = "revoked",
     }
 }
 

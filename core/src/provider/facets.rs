@@ -40,6 +40,8 @@ bitflags::bitflags! {
         const TRANSPORT = 1 << 10;
         /// The domain knows the state of its NIC ([`NicLife`](super::NicLife)).
         const NIC_LIFE = 1 << 11;
+        /// The domain finds revoked dma-bufs ([`Revocations`](super::Revocations)).
+        const REVOCATIONS = 1 << 12;
     }
 }
 
@@ -60,6 +62,7 @@ impl Features {
             (domain.manual_progress().is_some(), Self::MANUAL_PROGRESS),
             (domain.transport().is_some(), Self::TRANSPORT),
             (domain.nic_life().is_some(), Self::NIC_LIFE),
+            (domain.revocations().is_some(), Self::REVOCATIONS),
         ];
         facets.into_iter().filter(|(present, _)| *present).map(|(_, feature)| feature).collect()
     }

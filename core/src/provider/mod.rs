@@ -13,6 +13,7 @@
 mod attr;
 mod facets;
 mod nic_life;
+mod revocations;
 
 use std::{
     any::Any,
@@ -30,6 +31,7 @@ pub use self::{
         RegionCounters, StagingAccess, SubRegions, Transport, Windows,
     },
     nic_life::{NicEvent, NicLife, NicRecord, NicState},
+    revocations::{RevocationListeners, Revocations, revoked},
 };
 
 use crate::{
@@ -37,6 +39,7 @@ use crate::{
     Result,
     counter::Counter,
     dma_buf::DmaBufMapping,
+    iface::Revocation,
     registry::Registry,
     transfer::{Completion, EndpointName, PeerId, WorkRequest},
 };
@@ -84,6 +87,10 @@ pub enum Backing<'a> {
         /// [`Imports::data_direct`]. A provider ignores the other mappings, because the export has
         /// already determined them.
         mapping: DmaBufMapping,
+        /// The means by which an exporter in this process revokes the dma-buf. A software provider
+        /// attaches to it, and ends all accesses once it is revoked. A provider over a kernel
+        /// driver ignores it, because exporters in the kernel notify that driver.
+        revocation: Option<&'a Revocation>,
     },
     /// A device address that a peer-memory client resolves.
     PeerMemory {
@@ -291,6 +298,11 @@ pub unsafe trait ProviderDomain: Any + fmt::Debug + Send + Sync {
 
     /// Returns the facet for the state of the NIC, if the domain knows it.
     fn nic_life(&self) -> Option<&dyn NicLife> {
+        None
+    }
+
+    /// Returns the facet for revoked dma-bufs, if the domain can find them.
+    fn revocations(&self) -> Option<&dyn Revocations> {
         None
     }
 

@@ -433,6 +433,7 @@ impl<D: Driver> DmaBufExporter for Announced<D> {
             alloc_offset: AllocOffset(within.offset),
             len: range.len(),
             mapping,
+            revocation: None,
         })
     }
 }

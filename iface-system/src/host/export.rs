@@ -69,6 +69,7 @@ impl DmaBufExporter for System {
             alloc_offset: AllocOffset(in_file),
             len: range.len(),
             mapping,
+            revocation: None,
         })
     }
 }

@@ -3,7 +3,10 @@
 use hmem_core::{
     AddressRange, AllocOffset, Allocation, AllocationKind, DmaBufOffset, Errno, Error, ErrorKind,
     Result,
-    iface::{DmaBufExport, DmaBufExporter, DmaBufMapping, PeerMemoryExport, PeerMemoryExporter},
+    iface::{
+        DmaBufExport, DmaBufExporter, DmaBufMapping, PeerMemoryExport, PeerMemoryExporter,
+        Revocation,
+    },
     provider::Nic,
 };
 
@@ -128,12 +131,12 @@ impl DmaBufExporter for SimulatedInner {
         let mut state = self.state.lock();
         // The allocation may have been freed before the fd existed. That free found no user of the
         // file, so the extent may belong to another allocation by now.
-        if self.record_of(&mut state, range).map(|record| record.allocation.id).ok()
-            != Some(allocation.id)
-        {
-            return Err(refused(ErrorKind::BadState)
-                .remedy("the allocation was freed while it was exported"));
-        }
+        let record = self.record_of(&mut state, range).ok();
+        let same = record.filter(|record| record.allocation.id == allocation.id);
+        let record = same.ok_or_else(|| {
+            refused(ErrorKind::BadState).remedy("the allocation was freed while it was exported")
+        })?;
+        let revocation = record.revocation.get_or_insert_with(Revocation::new).clone();
         state.exports += 1;
         Ok(DmaBufExport {
             fd,
@@ -141,6 +144,7 @@ impl DmaBufExporter for SimulatedInner {
             alloc_offset,
             len: range.len(),
             mapping,
+            revocation: Some(revocation),
         })
     }
 

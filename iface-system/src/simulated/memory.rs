@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, DeviceId, Error, ErrorKind,
     Result, Segment,
-    iface::{AllocRequest, Allocator, SegmentMap},
+    iface::{AllocRequest, Allocator, Revocation, SegmentMap},
 };
 
 use super::{
@@ -40,6 +40,9 @@ pub(crate) struct SimulatedAllocation {
     /// Index of the word in the memory file's header that holds the allocation's identity for other
     /// processes. `None` until the allocation is exported by an IPC handle.
     pub(crate) stamp: Option<u16>,
+    /// The revocation of all dma-bufs that were exported since the last one. `None` without such an
+    /// export.
+    pub(crate) revocation: Option<Revocation>,
     /// True while a thread frees the allocation.
     being_freed: bool,
 }
@@ -304,6 +307,7 @@ impl SimulatedInner {
             segments,
             exported: false,
             stamp: None,
+            revocation: None,
             being_freed: false,
         };
         if record.is_opened() {

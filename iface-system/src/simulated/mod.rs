@@ -35,7 +35,7 @@ use std::sync::{Arc, atomic::AtomicU64};
 
 use hmem_core::{
     Address, AddressRange, Allocation, DeviceId, Error, ErrorKind, IfaceKind, Mapping, Result,
-    monitor::FreeSubscriptions,
+    iface::Revocation, monitor::FreeSubscriptions,
 };
 use parking_lot::Mutex;
 
@@ -138,6 +138,25 @@ impl Simulated {
         let mut state = self.inner.state.lock();
         self.inner.record_of(&mut state, range)?.set_exportable(address, exportable);
         Ok(())
+    }
+
+    /// Revokes all dma-bufs that were exported from the allocation at `address`, as the driver of a
+    /// device does when the device is reset. When the call returns, the software NIC accesses them
+    /// no more. Later exports are not revoked. Returns false if no dma-buf was exported since the
+    /// last revocation.
+    ///
+    /// Kernel drivers that imported a genuine dma-buf do not learn of the revocation.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfBounds`]: no live allocation contains the address.
+    pub fn revoke_exports(&self, address: Address) -> Result<bool> {
+        let range = AddressRange::new(address, 1)?;
+        let revocation = {
+            let mut state = self.inner.state.lock();
+            self.inner.record_of(&mut state, range)?.revocation.take()
+        };
+        // The lock is not held here, because importers wait for transfers in flight.
+        Ok(revocation.inspect(Revocation::revoke).is_some())
     }
 
     /// Runs the oldest asynchronous copy that has not begun. Returns false if there is none.

@@ -72,7 +72,8 @@ pub(super) fn register_dma_buf(
         )));
     }
     let range = search.registration.ranges[0];
-    let backing = Backing::DmaBuf { fd, offset, mapping: variant.mapping() };
+    let mapping = variant.mapping();
+    let backing = Backing::DmaBuf { fd, offset, mapping, revocation: None };
     let piece = Piece { range, backing };
     // SAFETY: the caller of `PathSearch::new` upholds the conditions on the registration. The piece
     // is the registration's only range, and the NIC imports dma-bufs.

@@ -421,7 +421,8 @@ fn piece(made: &Made, mapping: DmaBufMapping) -> Piece<'_> {
     // If the sum overflows, the offset lies beyond the dma-buf and the NIC refuses it.
     let offset = export.offset.0.saturating_add(range.start().0 - exported.start().0);
     let offset = DmaBufOffset(offset);
-    Piece { range: *range, backing: Backing::DmaBuf { fd: export.as_fd(), offset, mapping } }
+    let (fd, revocation) = (export.as_fd(), export.revocation.as_ref());
+    Piece { range: *range, backing: Backing::DmaBuf { fd, offset, mapping, revocation } }
 }
 
 impl Drop for ExportSet<'_> {
