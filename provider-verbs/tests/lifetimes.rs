@@ -40,6 +40,7 @@ const FINE: Misbehaviour = Misbehaviour {
     has_no_channels: false,
     is_rxe: false,
     bind: Some(WcStatus::IBV_WC_SUCCESS),
+    local_key: None,
     bind_gate: None,
     refuses_frees: 0,
 };

@@ -155,6 +155,8 @@ pub(crate) struct Misbehaviour {
     /// Status with which binds of type 1 windows complete. With `None`, a bind succeeds, but
     /// completes only after the next bind is posted.
     pub(crate) bind: Option<WcStatus>,
+    /// Status of a send or write whose local key is not valid; `None` for a local protection error.
+    pub(crate) local_key: Option<WcStatus>,
     /// Gate at which binds of type 1 windows wait; `None` for no gate.
     pub(crate) bind_gate: Option<&'static Gate>,
     /// Errno with which the destruction of a queue pair fails; 0 for success.
@@ -436,7 +438,7 @@ impl Wire {
             };
         }
         let Some(bytes) = send.inline.clone().or_else(|| self.gather(&send.segments)) else {
-            return WcStatus::IBV_WC_LOC_PROT_ERR;
+            return self.misbehaviour.local_key.unwrap_or(WcStatus::IBV_WC_LOC_PROT_ERR);
         };
         let with_immediate = send.opcode == WrOpcode::IBV_WR_RDMA_WRITE_WITH_IMM;
         if send.opcode == WrOpcode::IBV_WR_RDMA_WRITE || with_immediate {
@@ -566,6 +568,11 @@ extern "C" fn dereg_mr(mr: *mut Mr) -> c_int {
     let mr = unsafe { Box::from_raw(mr) };
     with(|wire| wire.regions.remove(&(mr.lkey >> 8)));
     0
+}
+
+/// Makes the keys of the registration that begins at this address fail.
+pub(crate) fn revoke(start: u64) {
+    with(|wire| wire.regions.retain(|_, region| region.start != start));
 }
 
 extern "C" fn create_comp_channel(context: *mut Context) -> *mut CompChannel {

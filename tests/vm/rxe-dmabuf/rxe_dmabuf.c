@@ -7,9 +7,15 @@
  * (udmabuf, the system heap) can work: the pages are taken from the exporter's scatter list. That
  * list is meant for a device's DMA, and a real driver must not read pages from it. This code is for
  * tests only.
+ *
+ * Writing a device's name to the module's parameter revoke_dma_bufs revokes all dma-bufs that the
+ * device has imported, in the place of their exporters: udmabuf and the system heap revoke none.
  */
 
+#include <linux/dma-buf.h>
 #include <linux/dma-mapping.h>
+#include <linux/dma-resv.h>
+#include <linux/moduleparam.h>
 #include <linux/version.h>
 
 #include "rxe.h"
@@ -32,6 +38,66 @@ bool rxe_window_holds(struct rxe_mw *mw, u64 va, u64 length)
 
 	return va >= first && length <= mw->length && va - first <= mw->length - length;
 }
+
+#ifdef INVALIDATE_MAPPINGS
+#define revoke_op invalidate_mappings
+#define revoke_dma_buf dma_buf_invalidate_mappings
+#else
+#define revoke_op move_notify
+#define revoke_dma_buf dma_buf_move_notify
+#endif
+
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 13, 0)
+MODULE_IMPORT_NS("DMA_BUF");
+#else
+MODULE_IMPORT_NS(DMA_BUF);
+#endif
+
+/* The exporter's notification: the keys of the region fail from now on. */
+static void revoked(struct dma_buf_attachment *attachment)
+{
+	struct ib_umem_dmabuf *buffer = attachment->importer_priv;
+	struct rxe_mr *mr = buffer->private;
+
+	mr->state = RXE_MR_STATE_INVALID;
+}
+
+static const struct dma_buf_attach_ops revocable_ops = {
+	.allow_peer2peer = true,
+	.revoke_op = revoked,
+};
+
+static int revoke_all(const char *value, const struct kernel_param *parameter)
+{
+	char name[IB_DEVICE_NAME_MAX];
+	struct ib_device *device;
+	struct rxe_pool_elem *element;
+	unsigned long index;
+
+	strscpy(name, value, sizeof(name));
+	device = ib_device_get_by_name(strim(name), RDMA_DRIVER_RXE);
+	if (!device)
+		return -ENODEV;
+	xa_for_each(&to_rdev(device)->mr_pool.xa, index, element) {
+		struct rxe_mr *mr = rxe_pool_get_index(&to_rdev(device)->mr_pool, index);
+
+		if (!mr)
+			continue;
+		if (mr->umem && mr->umem->is_dmabuf) {
+			struct dma_buf *exported = to_ib_umem_dmabuf(mr->umem)->attach->dmabuf;
+
+			dma_resv_lock(exported->resv, NULL);
+			revoke_dma_buf(exported);
+			dma_resv_unlock(exported->resv);
+		}
+		rxe_put(mr);
+	}
+	ib_device_put(device);
+	return 0;
+}
+
+static const struct kernel_param_ops revoke_ops = { .set = revoke_all };
+module_param_cb(revoke_dma_bufs, &revoke_ops, NULL, 0200);
 
 static int fill_pages(struct rxe_mr *mr, struct ib_umem_dmabuf *buffer)
 {
@@ -76,6 +142,11 @@ static int pin(struct rxe_dev *rxe, struct rxe_mr *mr, u64 offset, u64 length, u
 		return PTR_ERR(buffer);
 	/* Released with the region. */
 	mr->umem = &buffer->umem;
+	/* The kernel's own interface for revocable imports needs a DMA device. */
+	dma_resv_lock(buffer->attach->dmabuf->resv, NULL);
+	buffer->private = mr;
+	buffer->attach->importer_ops = &revocable_ops;
+	dma_resv_unlock(buffer->attach->dmabuf->resv);
 	/* The page list begins at this address. */
 	mr->umem->iova = iova;
 	return fill_pages(mr, buffer);
