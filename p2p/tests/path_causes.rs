@@ -274,6 +274,7 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             "kernel-without-dma-buf",
             Scene { facts: kernel(5, 4), imports: PEER_ONLY, ..Scene::cuda() },
         ),
+        ("dma-buf-revoked", nic(&[19])),
         ("nic-driver-without-dma-buf", Scene { facts: kernel(6, 12), ..nic(&[95]) }),
         ("nic-driver-without-dma-buf", nic(&[38])),
         ("nic-driver-without-dma-buf", Scene { imports: NOTHING, ..Scene::cuda() }),

@@ -227,6 +227,18 @@ pub const CAUSES: &[RefusalCause] = &[
         ..ANY
     },
     RefusalCause {
+        name: "dma-buf-revoked",
+        rank: 28,
+        paths: DMA_BUF,
+        steps: REGISTER,
+        answers: &[Answer::Errno(&[19])],
+        ambiguous: true,
+        cause: "the exporter revoked the dma-buf: its device was reset or removed, or given to \
+                another user (vfio)",
+        remedy: "export the memory again once its device is usable, and register the new dma-buf",
+        ..ANY
+    },
+    RefusalCause {
         name: "nic-driver-without-dma-buf",
         rank: 30,
         paths: DMA_BUF,
