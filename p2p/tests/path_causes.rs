@@ -274,7 +274,6 @@ fn scenes() -> Vec<(&'static str, Scene)> {
             "kernel-without-dma-buf",
             Scene { facts: kernel(5, 4), imports: PEER_ONLY, ..Scene::cuda() },
         ),
-        ("dma-buf-revoked", nic(&[19])),
         ("nic-driver-without-dma-buf", Scene { facts: kernel(6, 12), ..nic(&[95]) }),
         ("nic-driver-without-dma-buf", nic(&[38])),
         ("nic-driver-without-dma-buf", Scene { imports: NOTHING, ..Scene::cuda() }),
@@ -578,8 +577,8 @@ fn every_cause_is_named_in_its_registration_and_explanation() {
         }
     }
     met.extend(limits().map(|(name, ..)| (None, name)));
-    // This is never the most probable cause. The test below has a refusal with it.
-    met.insert((None, "atomic-right"));
+    // These are never the most probable causes. The tests below have refusals with them.
+    met.extend(["atomic-right", "dma-buf-revoked"].map(|name| (None, name)));
     let rows = causes().map(|(iface, cause)| (iface, cause.name));
     let unmet: Vec<_> = rows.filter(|row| !met.contains(row)).collect();
     assert!(unmet.is_empty(), "causes without a scene: {unmet:?}");
@@ -596,6 +595,18 @@ fn refusal_of_device_memory_that_grants_atomics_also_names_the_right() {
         let names: Vec<_> = error.causes().iter().map(|cause| cause.name).collect();
         assert_eq!(names, ["beyond-the-export", "atomic-right"], "{trace}");
         assert!(trace[0].to_string().contains("REMOTE_RMA_WRITE"), "{trace}");
+    }
+}
+
+/// DIAG-03, LIFE-07
+///
+/// A NIC that is lost and an exporter that revoked its dma-buf both give ENODEV.
+#[test]
+fn dma_buf_refused_with_enodev_may_be_revoked() {
+    for trace in (Scene { nic_answers: &[19], ..Scene::cuda() }).play() {
+        let error = trace[0].error.as_ref().expect("refused");
+        let names: Vec<_> = error.causes().iter().map(|cause| cause.name).collect();
+        assert_eq!(names, ["nic-lost", "dma-buf-revoked"], "{trace}");
     }
 }
 

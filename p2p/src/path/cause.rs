@@ -227,18 +227,6 @@ pub const CAUSES: &[RefusalCause] = &[
         ..ANY
     },
     RefusalCause {
-        name: "dma-buf-revoked",
-        rank: 28,
-        paths: DMA_BUF,
-        steps: REGISTER,
-        answers: &[Answer::Errno(&[19])],
-        ambiguous: true,
-        cause: "the exporter revoked the dma-buf: its device was reset or removed, or given to \
-                another user (vfio)",
-        remedy: "export the memory again once its device is usable, and register the new dma-buf",
-        ..ANY
-    },
-    RefusalCause {
         name: "nic-driver-without-dma-buf",
         rank: 30,
         paths: DMA_BUF,
@@ -742,9 +730,21 @@ pub const CAUSES: &[RefusalCause] = &[
         rank: 330,
         paths: EVERY,
         answers: &[Answer::Errno(&[5, 19]), Answer::Kind(&[ErrorKind::Unavailable])],
+        ambiguous: true,
         cause: "the NIC went down or was removed during the call",
         remedy: "open a domain when the NIC is back, or on another NIC, and register again \
                  (RoamingRegion::reopen); the kernel log (`dmesg`) may have the reason",
+        ..ANY
+    },
+    RefusalCause {
+        name: "dma-buf-revoked",
+        rank: 335,
+        paths: DMA_BUF,
+        steps: REGISTER,
+        answers: &[Answer::Errno(&[19])],
+        cause: "the exporter revoked the dma-buf: its device was reset or removed, or given to \
+                another user (vfio)",
+        remedy: "export the memory again once its device is usable, and register the new dma-buf",
         ..ANY
     },
     RefusalCause {
