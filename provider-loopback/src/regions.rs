@@ -17,7 +17,7 @@
 //!
 //! 1. It takes the region out of the table, so that no transfer can take a new guard.
 //! 2. It waits for the existing guards. Each guard has a reference to the region. So if the table's
-//!   reference was the only one, there is no guard to wait for.
+//!    reference was the only one, there is no guard to wait for.
 //! 3. It drops the region's memory.
 //!
 //! **A transfer does not deadlock with itself.** One region can be on both sides of a transfer,

@@ -55,10 +55,10 @@ impl<S: CacheBackend> CacheCore<S> {
     /// Returns a lease of a region for a key that a lookup did not find. Tries these in turn:
     ///
     /// 1. If there is a [reason](CacheCore::bypass_reason) to bypass the cache, registers an
-    ///   uncached region.
+    ///    uncached region.
     /// 2. Searches the table once more. Leases an entry that another thread has registered
-    ///   meanwhile, or waits for one that another thread is registering. Repeats the search if that
-    ///   entry does not become usable.
+    ///    meanwhile, or waits for one that another thread is registering. Repeats the search if
+    ///    that entry does not become usable.
     /// 3. Registers the key's memory.
     ///
     /// The lease slot `slot` must be free, and the caller must own the slot's block.
