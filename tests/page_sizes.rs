@@ -28,6 +28,7 @@ const OTHERS: &[(&str, &str, &str)] = &[
     ("core/src/cache/index/entry.rs", "GRANULE", "what a slot of the table covers"),
     ("core/src/domain/rail_endpoint.rs", "MIN_CHUNK", "the shortest part of a striped transfer"),
     ("core/src/error.rs", "self.code >= 0x1000", "a vendor's status code"),
+    ("core/src/provider/facets.rs", "REVOCATIONS", "a bit of a set of features"),
     ("core/src/access.rs", "REMOTE_READ", "a bit of libfabric's flags"),
     ("core/src/domain/cached.rs", "MOST_UNGROWABLE", "a number of ranges"),
     ("core/src/wiped.rs", "align_of", "a limit below every page size"),

@@ -128,9 +128,9 @@ impl Gdrcopy {
     /// The errors of [`Gdrcopy::open`].
     ///
     /// # Safety
-    /// The file must be the library of GDRCopy or a replacement of it, such as a fake for tests. The
-    /// file must be sound to load in this process, and its functions must have the signatures and
-    /// the behaviour that `gdrapi.h` declares.
+    /// The file must be the library of GDRCopy or a replacement of it, such as a fake for tests.
+    /// The file must be sound to load in this process, and its functions must have the signatures
+    /// and the behaviour that `gdrapi.h` declares.
     ///
     /// # Examples
     /// Safe code cannot load another library:
