@@ -164,6 +164,8 @@ place_tests() {
         local release=$kernel_release
         ((pages != 64)) || release=${release%%-*}
         printf '%s=%q\n' mark "$mark" verbose "$keep" 'export HMEM_VM_KERNEL' "$release"
+        # No packet goes between the two devices (README.md), and a program may connect any.
+        [[ ! $port ]] || echo devices=1
         [[ ! $workspace ]] || printf '%s=%q\n' repository "$repository" target "$cargo_folder"
         [[ ! $dma_buf ]] || printf '%s\n' preload=/lib/ibv_reg_dmabuf_mr.so 'export HMEM_VERBS_DMA_BUF=1' \
             'export HMEM_VERBS_WINDOW_BOUNDS=1'
