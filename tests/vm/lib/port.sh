@@ -14,7 +14,7 @@ use_port_files() {
     use_sideway_tools
     export PKG_CONFIG_SYSROOT_DIR=$port_files PKG_CONFIG_PATH=$libraries/pkgconfig
     export PROTOC=$port_files/usr/bin/protoc PROTOC_INCLUDE=$port_files/usr/include
-    export CPATH=$port_files/usr/include LIBRARY_PATH=$libraries
+    export CPATH=${CPATH:+$CPATH:}$port_files/usr/include LIBRARY_PATH=$libraries
     export LD_LIBRARY_PATH=$LD_LIBRARY_PATH:$libraries
     export CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_DEV_OPT_LEVEL=1
 }
