@@ -17,7 +17,7 @@ const FAMILIES: [&str; 18] = [
 ];
 
 /// Macros that define one test for each entry.
-const TEST_LISTS: [&str; 5] = ["behaviours!", "cases!", "over_ways!", "over_configs!", "trials!"];
+const TEST_LISTS: [&str; 4] = ["behaviours!", "cases!", "over_ways!", "trials!"];
 
 /// Returns the requirement ids in a text, such as `MR-04`.
 fn ids(text: &str) -> BTreeSet<String> {
@@ -273,10 +273,8 @@ fn ids_of_entries_in_lists_of_tests_count() {
     let of = |source: &str| carried(source);
     let cases = "cases! {\n    /// MON-03\n    a,\n    b;\n    slow:\n    /// MON-05\n    c,\n}";
     assert_eq!(of(cases), list(&["MON-03", "MON-05"]));
-    let configs =
-        "over_configs! {\n    /// MR-06\n    ///\n    /// Busy.\n    a: Pairwise, needs::X;\n}";
-    assert_eq!(of(configs), list(&["MR-06"]));
-    assert_eq!(of("over_ways! {\n    /// REL-01\n    a: 0,\n}"), list(&["REL-01"]));
+    let ways = "over_ways! {\n    /// MR-06\n    ///\n    /// Busy.\n    a: 0,\n}";
+    assert_eq!(of(ways), list(&["MR-06"]));
     let behaviours = "behaviours! {\n    dyn Iface:\n    /// HM-15\n    a,\n    b,\n}";
     assert_eq!(of(behaviours), list(&["HM-15"]));
 }

@@ -247,6 +247,30 @@ fn system_iface_may_be_named_for_a_device_apis_host_memory_but_not_for_managed_m
     let attr = MrAttr { iface: Some(IfaceKind::SYSTEM), ..MrAttr::new(raw(&ranges[..]), ACCESS) };
     let region = world.regattr(&attr, HOST_ALLOC).expect("host memory of a device API");
     assert_eq!(region.iface().expect("registered").0, SIMULATED, "the owner is unchanged");
+    let absent = MrAttr { iface: Some(SIMULATED), device: Some(DeviceId(77)), ..attr };
+    world.regattr(&absent, HOST_ALLOC).expect("HMEM_HOST_ALLOC ignores the device");
+    world.refuse(&absent, NONE);
+}
+
+/// MR-04
+#[test]
+fn freed_or_foreign_address_is_unknown_to_the_named_iface() {
+    let world = World::new();
+    let buffer = world.buffer(AllocationKind::Device);
+    let range = buffer.range();
+    let refused = |iface, range| {
+        let ranges = [range];
+        let attr = MrAttr { iface: Some(iface), ..MrAttr::new(raw(&ranges[..]), ACCESS) };
+        world.refuse(&attr, NONE)
+    };
+    const OTHER_IFACE: &str = "name the iface that owns the memory";
+    assert!(refused(IfaceKind::SYSTEM, range).contains(OTHER_IFACE));
+    drop(buffer);
+    for unknown in [range, AddressRange::of(&[0_u8; 8])] {
+        let text = refused(SIMULATED, unknown);
+        assert!(text.contains("does not know the address") && text.contains("freed"), "{text}");
+        assert!(!text.contains(OTHER_IFACE), "{text}");
+    }
 }
 
 /// MR-12

@@ -4,6 +4,8 @@
 mod cached_transfers;
 #[path = "../examples/error_handling.rs"]
 mod error_handling;
+#[path = "../examples/key_value_store.rs"]
+mod key_value_store;
 #[path = "../examples/kv_cache_sleep.rs"]
 mod kv_cache_sleep;
 #[path = "../examples/kv_cache_transfer.rs"]
@@ -11,6 +13,8 @@ mod kv_cache_transfer;
 #[cfg(feature = "verbs")]
 #[path = "../examples/own_protection_domain.rs"]
 mod own_protection_domain;
+#[path = "../examples/plug_in_iface.rs"]
+mod plug_in_iface;
 #[path = "../examples/plug_in_provider.rs"]
 mod plug_in_provider;
 
@@ -36,6 +40,20 @@ fn cached_transfers_register_each_part_once() {
 #[test]
 fn error_handling_sees_each_error_that_it_explains() {
     error_handling::run().expect("the example works");
+}
+
+/// MW-09
+#[test]
+fn key_value_store_refuses_a_client_with_the_key_of_another() {
+    let served = key_value_store::run("loopback").expect("the example works");
+    assert_eq!(served.grants, [5, 5]);
+    assert_eq!(served.refusal.kind(), hmem::ErrorKind::InvalidKey, "{}", served.refusal);
+}
+
+/// HM-11
+#[test]
+fn iface_from_outside_the_workspace_works() {
+    plug_in_iface::run().expect("the example works");
 }
 
 #[test]

@@ -26,6 +26,10 @@ pub enum Call {
     /// The execution of a write, read, atomic or send, after its checks and before it changes any
     /// memory.
     Transfer,
+    /// The allocation of a memory window.
+    AllocWindow,
+    /// The bind of a memory window, before it changes anything.
+    BindWindow,
 }
 
 /// Control of tests over a provider, which a back end may offer to [`Suite`](crate::Suite). Without
@@ -105,5 +109,7 @@ fn nic_call(call: Call) -> NicCall {
         Call::Deregister => NicCall::Deregister,
         Call::Refresh => NicCall::Refresh,
         Call::Transfer => NicCall::Transfer,
+        Call::AllocWindow => NicCall::AllocWindow,
+        Call::BindWindow => NicCall::BindWindow,
     }
 }

@@ -791,6 +791,7 @@ fn provider_without_a_fault_fails_no_behaviour() {
         device_buffers_need_a_descriptor_or_are_detected
         buffers_of_a_broadcast_need_the_collective_right
         channel_is_readable_from_the_next_completion_on
+        channel_loses_no_wakeup channel_reports_that_its_domain_is_closed
         immediate_data_is_refused_if_the_nic_carries_none too_wide_immediate_data_is_refused
         sub_region_of_a_region_without_rights_may_read
         sub_regions_grant_writes_and_atomics_separately
@@ -801,6 +802,7 @@ fn provider_without_a_fault_fails_no_behaviour() {
         region_closes_before_its_endpoint region_of_a_closed_endpoint_is_unreachable_and_closes
         single_use_key_works_once local_buffers_need_the_right_of_their_operation
         receives_need_the_right_recv_and_stay_in_bounds
+        registration_in_the_driver_blocks_no_other_call
         lost_nic_ends_requests_and_refuses_calls requests_fail_while_the_port_is_down
         memory_of_a_lost_nic_is_registered_again_with_a_new_key
         raw_attr_returns_the_needed_size_and_works_on_every_region
@@ -824,9 +826,14 @@ fn provider_without_a_fault_fails_no_behaviour() {
         window_is_reached_with_the_auth_key_of_its_region_only
         window_is_reached_through_the_endpoint_of_its_region_only
         window_on_a_counted_region_needs_rma_event writes_and_atomics_through_a_window_count_once
+        peer_revokes_its_grant_by_a_message grant_uses_the_best_mechanism_and_says_why
+        grant_that_no_mechanism_gives_has_every_reason failed_grant_leaves_no_window
+        revoking_waits_for_an_access_in_flight keys_of_grants_are_not_reused_soon
         windows_are_refused_in_raw_mode counter_counts_each_remote_write_and_atomic_once
         every_counter_of_a_region_counts_each_write_and_atomic_once
         endpoint_without_rma_event_is_refused refreshed_region_still_works
+        only_a_failure_after_the_call_emits_an_event pending_region_has_neither_descriptor_nor_key
+        close_during_registration_loses_no_event domain_dropped_during_registrations_loses_no_event
     ";
     assert_eq!(ignored, untestable.split_whitespace().collect::<Vec<_>>());
 }
@@ -837,6 +844,8 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
     for (fault, behaviour) in [
         (ProviderFault::WindowOffset, "window_is_reached_until_it_is_invalidated"),
         (ProviderFault::WindowLength, "nothing_is_reached_outside_a_window"),
+        (ProviderFault::WindowOffset, "grant_gives_access_to_its_part_with_its_rights"),
+        (ProviderFault::WindowLength, "nothing_is_reached_outside_a_grant"),
         (
             ProviderFault::PermissiveWindow,
             "window_bound_past_the_domain_gets_no_more_than_its_region",
@@ -848,12 +857,20 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
         ),
         (ProviderFault::WiderRights, "peers_get_the_rights_of_the_key_and_no_others"),
         (ProviderFault::LeakedRegion, "closed_region_is_unreachable"),
+        (ProviderFault::LeakedRegion, "reg_regv_and_regattr_register_a_range_alike"),
+        (ProviderFault::LeakedRegion, "every_set_of_rights_registers_at_any_start"),
+        (ProviderFault::LeakedRegion, "any_order_of_drops_leaves_nothing_live"),
+        (ProviderFault::LeakedRegion, "threads_register_transfer_and_close_at_once"),
+        (ProviderFault::LeakedRegion, "close_at_any_moment_loses_no_event"),
         (ProviderFault::Overrun, "posting_until_again_loses_no_completion"),
         (ProviderFault::AnyPeer, "peer_of_another_endpoint_is_refused"),
         (ProviderFault::IgnoredAuthKey, "peers_need_the_auth_key_of_the_region"),
         (ProviderFault::IgnoredRequestedKey, "requested_key_in_use_is_refused"),
         (ProviderFault::SubRegionOffset, "sub_region_has_its_own_key_rights_and_bounds"),
         (ProviderFault::ShortWrite, "write_and_read_move_exactly_the_named_bytes"),
+        (ProviderFault::ShortWrite, "sizes_up_to_64_mib_are_reached_at_both_ends"),
+        (ProviderFault::ShortWrite, "dma_buf_registers_with_and_without_a_base_address"),
+        (ProviderFault::ShortWrite, "range_may_end_with_its_dma_buf_but_not_after_it"),
         (ProviderFault::StoredSum, "atomic_returns_the_old_value_and_adds"),
         (ProviderFault::UncheckedDescriptor, "local_buffers_need_a_descriptor_of_a_live_region"),
         (ProviderFault::AlteredData, "write_with_immediate_data_completes_a_receive"),

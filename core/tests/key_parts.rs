@@ -1,4 +1,4 @@
-//! Tests of parts of remote keys: segments for transfers, and narrowed keys.
+//! Tests of remote keys: segments for transfers, narrowed keys, and keys as bytes.
 
 use hmem_core::{Addressing, ErrorKind, Iova, RemoteKey, RemotePiece};
 use proptest::prelude::*;
@@ -122,4 +122,36 @@ proptest! {
         prop_assert_eq!(of_part.address, of_whole.address);
         prop_assert_eq!(RemoteKey::from_bytes(&part.to_bytes()).expect("bytes"), part);
     }
+}
+
+/// KEY-06
+#[test]
+fn truncated_and_altered_keys_are_refused() {
+    let piece = |base| piece(base, 4096, base ^ 0x5A5A);
+    for key in [
+        RemoteKey::new(Addressing::ZeroBased, Iova(0), 1, 0),
+        RemoteKey::new(Addressing::Virtual, Iova(u64::MAX), u64::MAX, u64::MAX),
+        RemoteKey::split(Addressing::Virtual, piece(1 << 40), vec![piece(2 << 40), piece(3 << 40)]),
+    ] {
+        let bytes = key.to_bytes();
+        assert_eq!(RemoteKey::from_bytes(&bytes).expect("unchanged"), key);
+        assert_eq!(&bytes[..5], b"hmRK\x01", "the form says what it is and which version");
+        let refused = |bytes: &[u8], what: &str| {
+            let error = RemoteKey::from_bytes(bytes)
+                .err()
+                .unwrap_or_else(|| panic!("{what} was read as a key"));
+            assert_eq!(error.kind(), ErrorKind::Malformed);
+            assert!(error.context_value("why").is_some());
+        };
+        for len in 0..bytes.len() {
+            refused(&bytes[..len], "a truncated key");
+        }
+        refused(&[&bytes[..], &[0]].concat(), "a key with a byte left over");
+        for bit in 0..bytes.len() * 8 {
+            let mut altered = bytes.clone();
+            altered[bit / 8] ^= 1 << (bit % 8);
+            refused(&altered, "an altered key");
+        }
+    }
+    assert_eq!(RemoteKey::from_bytes(b"hmRK\x02").unwrap_err().kind(), ErrorKind::Malformed);
 }

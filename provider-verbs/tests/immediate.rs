@@ -1,5 +1,5 @@
 //! Immediate data and invalidated keys over a fake library that moves bytes: chains, staged memory,
-//! and the data of receives. `tests/behaviour/transfers.rs` tests them over a real driver.
+//! and the data of receives. The conformance suite tests them over a real driver.
 
 mod fake;
 #[path = "../../p2p/tests/staging_cases/mod.rs"]

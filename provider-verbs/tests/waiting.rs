@@ -1,6 +1,6 @@
 //! Waiting for completions, over a fake library that moves bytes: requests for completion events,
-//! events that wake a sleeping thread, and devices without channels. `tests/behaviour/evt.rs` tests
-//! these over a real driver.
+//! events that wake a sleeping thread, and devices without channels. The conformance suite
+//! tests these over a real driver.
 
 mod fake;
 mod looped;

@@ -255,6 +255,13 @@ pub(super) mod needs {
                 && !case.has(MrMode::RAW)
                 && (case.is_host() || case.control.is_some())
         });
+    /// A NIC that grants parts of this memory, by windows or by sub-regions.
+    pub(in super::super) const GRANTS: Need =
+        need("the NIC has no windows for this memory or mode", |case| {
+            has(case, Features::SUB_REGIONS) || (WINDOWS.met)(case)
+        });
+    pub(in super::super) const DMA_BUFS: Need =
+        need("the NIC imports no dma-bufs", |case| case.attr.imports.dma_buf);
     pub(in super::super) const COUNTERS: Need =
         need("the NIC does not count accesses to a region", |case| {
             has(case, Features::REGION_COUNTERS)

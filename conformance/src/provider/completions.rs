@@ -2,22 +2,25 @@
 
 use std::{
     sync::Arc,
+    thread,
     time::{Duration, Instant},
 };
 
 use hmem_core::{
-    Access, ErrorKind,
-    provider::{CompletionChannel, EndpointAttr},
+    Access, ErrorKind, Result,
+    provider::{CompletionChannel, CompletionQueue, EndpointAttr},
     transfer::{CompletionKind, Operation},
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::{case::Case, link::CaseLink};
-use crate::link::{DEPTH, LOCAL, LinkSide, REMOTE, eventually, remote, segment};
+use crate::link::{DEPTH, LOCAL, LinkSide, Local, REMOTE, eventually, remote, segment};
 use crate::{
     bytes::{assert_bytes, pattern},
     trial::{Outcome, assert_kind, skip},
 };
+
+const NO_CHANNEL: &str = "the queues of this provider have no completion channel";
 
 /// Timeout of a wait that must succeed.
 const LONG: Duration = Duration::from_secs(60);
@@ -82,28 +85,28 @@ pub(super) fn wait_ends_with_a_completion_or_its_timeout(case: &Case) {
     });
 }
 
+/// Returns whether the channel's fd becomes readable within `timeout`.
+fn readable(channel: &dyn CompletionChannel, timeout: Duration) -> bool {
+    let fd = channel.fd().expect("an fd");
+    let timeout = Timespec::try_from(timeout).expect("a timeout");
+    let ready = rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout));
+    ready.expect("poll") == 1
+}
+
 pub(super) fn channel_is_readable_from_the_next_completion_on(case: &Case) -> Outcome {
     let link = CaseLink::open(case);
     let cq = &link.initiator.cq;
-    let Some(channel) = cq.channel() else {
-        return skip("the queues of this provider have no completion channel");
-    };
-    let readable = |timeout: Duration| {
-        let fd = channel.fd().expect("an fd");
-        let timeout = Timespec::try_from(timeout).expect("a timeout");
-        let ready = rustix::event::poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout));
-        ready.expect("poll") == 1
-    };
+    let Some(channel) = cq.channel() else { return skip(NO_CHANNEL) };
     let target = link.bytes(64);
     let region = link.expose(target.range(), REMOTE);
     let (key, local) = (link.key(&region), link.local(64, LOCAL));
     for context in 0..3 {
         assert!(channel.arm().expect("arm"), "the queue is empty");
-        assert!(!readable(Duration::ZERO), "readable before anything completed");
+        assert!(!readable(channel, Duration::ZERO), "readable before anything completed");
         let write = [remote(&key, 0, 8)];
         let write = Operation::Write { remote: &write };
         link.post(write, &[local.segment(0, 8)], context).expect("post a write");
-        assert!(readable(LONG), "not readable after a completion");
+        assert!(readable(channel, LONG), "not readable after a completion");
         assert!(!channel.arm().expect("arm"), "there is a completion to read");
         let mut done = Vec::new();
         assert_eq!(cq.read(&mut done, 4).expect("read"), 1);
@@ -111,6 +114,114 @@ pub(super) fn channel_is_readable_from_the_next_completion_on(case: &Case) -> Ou
     }
     let fd = |channel: &dyn CompletionChannel| format!("{:?}", channel.fd().expect("an fd"));
     assert_eq!(fd(channel), fd(cq.channel().expect("a channel")), "a queue has one fd");
+    Ok(())
+}
+
+/// Sends messages of 8 bytes from `local`, and waits for the end of each.
+fn send_messages(link: &CaseLink, local: &Local, messages: u64) {
+    for context in 0..messages {
+        let message = Operation::Send { tag: None, invalidate: None };
+        link.post(message, &[local.segment(0, 8)], context).expect("post a message");
+        let mut done = Vec::new();
+        assert_eq!(link.initiator.cq.wait(&mut done, 1, LONG).expect("wait"), 1);
+        done.remove(0).result.expect("send");
+    }
+}
+
+pub(super) fn sleeping_thread_wakes_for_each_message(case: &Case) {
+    const MESSAGES: u64 = 50;
+    let link = CaseLink::open(case);
+    let (memory, local) = (link.bytes(64), link.local(64, LOCAL));
+    let region = link.expose(memory.range(), LOCAL);
+    let into = segment(memory.part(0, 8), Some(region.desc().expect("descriptor")));
+    thread::scope(|scope| {
+        let sleeper = scope.spawn(|| {
+            for context in 0..MESSAGES {
+                link.target.receive(into, context).expect("post a receive");
+                let mut done = Vec::new();
+                let count = link.target.cq.wait(&mut done, 1, LONG).expect("wait");
+                assert_eq!((count, done[0].context), (1, context));
+                assert_eq!(done[0].kind, CompletionKind::Receive);
+                done.remove(0).result.expect("receive");
+            }
+        });
+        send_messages(&link, &local, MESSAGES);
+        sleeper.join().expect("the sleeper");
+    });
+}
+
+pub(super) fn channel_loses_no_wakeup(case: &Case) -> Outcome {
+    const MESSAGES: u64 = 300;
+    let link = CaseLink::open(case);
+    let cq = &link.target.cq;
+    let Some(channel) = cq.channel() else { return skip(NO_CHANNEL) };
+    let (memory, local) = (link.bytes(64), link.local(64, LOCAL));
+    let region = link.expose(memory.range(), LOCAL);
+    let into = segment(memory.part(0, 8), Some(region.desc().expect("descriptor")));
+    let post = || link.target.receive(into, 0).expect("post a receive");
+    (0..100).for_each(|_| post());
+    thread::scope(|scope| {
+        let sender = scope.spawn(|| send_messages(&link, &local, MESSAGES));
+        let (mut received, mut done) = (0, Vec::new());
+        while received < MESSAGES {
+            let count = cq.read(&mut done, 2).expect("read") as u64;
+            for ended in done.drain(..) {
+                ended.result.expect("receive");
+                post();
+            }
+            received += count;
+            if count == 0 && channel.arm().expect("arm") {
+                assert!(readable(channel, LONG), "not woken after {received} messages");
+            }
+        }
+        sender.join().expect("the sender");
+    });
+    Ok(())
+}
+
+/// Closes the endpoint and the domain of a side.
+fn close(side: LinkSide) -> Arc<dyn CompletionQueue> {
+    let LinkSide { endpoint, cq, domain, .. } = side;
+    endpoint.close().map_err(|rejected| rejected.error).expect("close the endpoint");
+    domain.close().map_err(|rejected| rejected.error).expect("close the domain");
+    cq
+}
+
+pub(super) fn wait_ends_when_the_domain_closes(case: &Case) -> Outcome {
+    let wait = |cq: &dyn CompletionQueue, timeout| cq.wait(&mut Vec::new(), 1, timeout);
+    let refused = |result: Result<usize>| {
+        let error = result.expect_err("the domain is closed");
+        assert_kind(&error, ErrorKind::BadState, "a wait for a queue of a closed domain");
+        assert!(error.remedy_text().is_some(), "{error}");
+    };
+    let [_initiator, target] = CaseLink::open(case).into_sides();
+    let cq = close(target);
+    if case.control.is_none() && wait(&*cq, Duration::ZERO).is_ok() {
+        return skip("the queues of this provider do not detect that their domain is closed");
+    }
+    for timeout in [Duration::ZERO, Duration::from_millis(1), LONG] {
+        refused(wait(&*cq, timeout));
+    }
+    let [_initiator, target] = CaseLink::open(case).into_sides();
+    let cq = Arc::clone(&target.cq);
+    thread::scope(|scope| {
+        let sleeper = scope.spawn(|| wait(&*cq, LONG));
+        close(target);
+        refused(sleeper.join().expect("the sleeper"));
+    });
+    Ok(())
+}
+
+pub(super) fn channel_reports_that_its_domain_is_closed(case: &Case) -> Outcome {
+    let [_initiator, target] = CaseLink::open(case).into_sides();
+    let Some(channel) = target.cq.channel() else { return skip(NO_CHANNEL) };
+    assert!(channel.arm().expect("arm"), "the queue is empty");
+    let cq = close(target);
+    let channel = cq.channel().expect("a completion channel");
+    assert!(readable(channel, LONG), "a task sleeps on");
+    assert_eq!(cq.read(&mut Vec::new(), 1).expect("read"), 0);
+    let error = channel.arm().expect_err("the domain is closed");
+    assert_kind(&error, ErrorKind::BadState, "arming a channel of a closed domain");
     Ok(())
 }
 

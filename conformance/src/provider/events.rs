@@ -1,11 +1,9 @@
-//! Behaviours of counters, refreshes and asynchronous registration.
+//! Behaviours of counters and refreshes.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use hmem_core::{
-    BindFlags, DomainBindFlags, ErrorKind, MrFlags, MrMode,
-    event_queue::EventQueue,
-    fabric::{self, MrAttr},
+    BindFlags, ErrorKind, MrFlags, MrMode, fabric,
     transfer::{AtomicOp, AtomicType, Operation, RemoteSegment},
 };
 
@@ -119,32 +117,4 @@ pub(super) fn refreshed_region_still_works(case: &Case) {
     link.assert_works(&key);
     region.refresh(&[memory.part(0, 4096)]).expect("refresh a part");
     link.assert_works(&key);
-}
-
-pub(super) fn each_asynchronous_registration_ends_in_one_event(case: &Case) {
-    let link = CaseLink::open(case);
-    let queue = Arc::new(EventQueue::new());
-    link.target.domain.bind(&queue, DomainBindFlags::REG_MR).expect("bind the event queue");
-    let again = link.target.domain.bind(&Arc::default(), DomainBindFlags::REG_MR);
-    assert_eq!(again.expect_err("a queue is bound").kind(), ErrorKind::BadState);
-    let memory = link.bytes(4096);
-    let ranges = [memory.part(0, 64)];
-    let regions: Vec<_> = (0..20)
-        .map(|context| {
-            let attr = MrAttr { context, ..mr_attr(&ranges, REMOTE).key(link.fresh_key()) };
-            fabric::regattr(&link.target.domain, &attr, MrFlags::empty()).expect("submit")
-        })
-        .collect();
-    for _ in &regions {
-        let event = queue.wait(Duration::from_secs(60)).expect("an event");
-        event.result.expect("registered");
-        let region = regions.iter().position(|region| region.id() == Some(event.region));
-        assert_eq!(region.map(|at| at as u64), Some(event.context));
-    }
-    assert!(queue.read().is_none(), "an event too many");
-    link.target.make_usable(&regions[3]);
-    link.assert_works(&link.key(&regions[3]));
-    assert_eq!(link.live().regions, 20);
-    drop(regions);
-    assert_eq!(link.live().regions, 0, "a closed region is live");
 }

@@ -3,30 +3,38 @@
 //! Each entry of the list is a function that tests a behaviour. The names after the function are
 //! properties (module `case::needs`): the behaviour is tested only in cases that have all of them.
 
+mod asynchronous;
 mod case;
 mod closing;
 mod completions;
 mod events;
+mod grants;
 mod keys;
+mod lifetimes;
 mod link;
 mod modes;
 mod nic_life;
 mod regions;
+mod registrations;
 mod revocations;
 mod rights;
 mod sub_regions;
 mod transfers;
 mod windows;
 
+use asynchronous::*;
 pub(crate) use case::Subject;
 use case::{Case, needs};
 use closing::*;
 use completions::*;
 use events::*;
+use grants::*;
 use keys::*;
+use lifetimes::*;
 use modes::*;
 use nic_life::*;
 use regions::*;
+use registrations::*;
 use revocations::*;
 use rights::*;
 use sub_regions::*;
@@ -46,6 +54,24 @@ behaviours! {
     /// Requirement MR-03: peers address a region of several ranges as one sequence of bytes, in the
     /// order of the ranges.
     region_of_several_ranges_is_one_run_of_bytes, ZERO_BASED;
+    /// Requirement MR-01: `reg`, `regv` and `regattr` give equal regions for equal requests.
+    reg_regv_and_regattr_register_a_range_alike;
+    /// Requirements MR-02 and MR-12: a range at any start registers and closes with every set of
+    /// rights.
+    every_set_of_rights_registers_at_any_start;
+    /// Requirement MR-02: peers reach the first and the last byte of regions of up to 64 MiB, and
+    /// not the byte after them.
+    sizes_up_to_64_mib_are_reached_at_both_ends, LONG;
+    /// Requirement MR-03: a region may have 1 to `mr_iov_limit` ranges.
+    region_may_have_as_many_ranges_as_the_nic_allows;
+    /// Requirement MR-15: page size 0, and each page size of both the system and the NIC, registers.
+    /// Others fail with BadPageSize.
+    page_sizes_of_the_system_and_nic_register;
+    /// Requirement MR-13: parts of a dma-buf register with and without a base address. In VIRT_ADDR
+    /// mode peers address a part by the base address plus the offset, and otherwise from 0.
+    dma_buf_registers_with_and_without_a_base_address, DMA_BUFS;
+    /// Requirements MR-13 and ARM-02: a range may end with its dma-buf, but not after it.
+    range_may_end_with_its_dma_buf_but_not_after_it, DMA_BUFS;
     /// Requirement MR-09: a message arrives in the buffer of the posted receive, and no byte around
     /// it changes.
     message_arrives_in_the_posted_buffer;
@@ -102,6 +128,17 @@ behaviours! {
     /// Requirement EVT-05: after the completion channel of an empty queue is armed, the channel's
     /// file descriptor becomes readable with the next completion.
     channel_is_readable_from_the_next_completion_on;
+    /// Requirement EVT-05: a thread that waits for receives wakes for each message.
+    sleeping_thread_wakes_for_each_message;
+    /// Requirement EVT-05: a thread that reads a queue, arms its channel and sleeps misses none of
+    /// the messages.
+    channel_loses_no_wakeup;
+    /// Requirement EVT-05: a wait for completions fails with BadState after its domain is closed,
+    /// also if the domain is closed during the wait.
+    wait_ends_when_the_domain_closes, ONCE;
+    /// Requirement EVT-05: the close of a domain makes the file descriptors of its armed channels
+    /// readable. To arm such a channel again fails with BadState.
+    channel_reports_that_its_domain_is_closed, ONCE;
     /// Requirement EVT-04: if the NIC carries no immediate data, a write or message with such data
     /// fails with Unsupported.
     immediate_data_is_refused_if_the_nic_carries_none, NO_IMMEDIATE_DATA;
@@ -204,15 +241,27 @@ behaviours! {
     /// Requirement MR-07: the close of a region returns the memory to the caller. The caller can
     /// register this memory again, and peers then read its current bytes.
     memory_is_registered_again_after_close, ONCE;
-    /// Requirement MR-16: several threads can register and close regions of one domain at the same
-    /// time.
-    threads_register_and_close_at_once, ONCE;
+    /// Requirement MR-16: several threads can register regions of one domain, access them and close
+    /// them at the same time.
+    threads_register_transfer_and_close_at_once, PLAIN_KEYS, UNBOUND;
+    /// Requirement MR-16: while a registration is in the driver, other registrations, transfers and
+    /// closes succeed.
+    registration_in_the_driver_blocks_no_other_call, CONTROL;
+    /// Requirement MR-11: the objects of a domain can be dropped in any order, with a transfer in
+    /// flight. The provider then counts no live object, and its threads end.
+    any_order_of_drops_leaves_nothing_live, ONCE, PLAIN_KEYS;
+    /// Requirement MR-11: the close of a domain fails with Busy and the numbers of its live
+    /// regions, windows and endpoints.
+    close_of_a_domain_counts_its_live_objects, ONCE, PLAIN_KEYS;
     /// Requirement MR-11: after its regions and endpoints are closed, a domain counts no live
     /// object and can be closed.
     closing_everything_leaves_nothing_live, ONCE;
     /// Requirement MR-11: domains, endpoints and regions leave no file descriptor open after they
     /// are dropped.
     opening_and_closing_leaks_no_fd, ONCE;
+    /// Requirements MR-04 and HM-06: registrations leave no file descriptor open after they are
+    /// closed or refused, and no export.
+    registering_leaks_no_fd;
     /// Requirement LIFE-08: after the loss of a NIC, each pending receive ends with one error, and
     /// new calls fail with Unavailable. All open objects can still be closed.
     lost_nic_ends_requests_and_refuses_calls, CONTROL;
@@ -353,6 +402,30 @@ behaviours! {
     /// Requirement EVT-02: the counter of a region counts each write and atomic through a window
     /// once. It counts neither reads nor refused accesses.
     writes_and_atomics_through_a_window_count_once, WINDOWS, CONTROL, COUNTERS;
+    /// Requirement MW-09: a grant gives access to its part with its rights until it is revoked.
+    grant_gives_access_to_its_part_with_its_rights, GRANTS;
+    /// Requirement MW-09: an access that leaves the part of a grant fails and moves no byte.
+    nothing_is_reached_outside_a_grant, GRANTS;
+    /// Requirement MW-09: a region with a grant cannot be closed. If the region is dropped, the
+    /// grant keeps it until the grant is dropped, which revokes it.
+    grant_keeps_its_region_and_is_revoked_on_drop, GRANTS;
+    /// Requirements MW-09 and MW-10: a message from the peer can revoke the peer's grant.
+    peer_revokes_its_grant_by_a_message, GRANTS, WINDOWS;
+    /// Requirement MW-09: a grant uses the best window type that the NIC supports, or else a
+    /// sub-region, and names it. It keeps the reasons against better ones, and registers no pages.
+    grant_uses_the_best_mechanism_and_says_why, GRANTS, CONTROL;
+    /// Requirement MW-09: if neither windows nor sub-regions work, the error of the grant has the
+    /// reasons against each.
+    grant_that_no_mechanism_gives_has_every_reason, GRANTS, CONTROL;
+    /// Requirement MW-09: a failed bind or invalidation of a grant leaves no window behind.
+    failed_grant_leaves_no_window, WINDOWS, CONTROL;
+    /// Requirement MW-09: the end of a grant waits for an access in flight.
+    revoking_waits_for_an_access_in_flight, GRANTS, CONTROL;
+    /// Requirements MW-09 and KEY-02: the keys of 600 grants in turn differ.
+    keys_of_grants_are_not_reused_soon, GRANTS, CONTROL;
+    /// Requirement MW-09: a grant fails if its part is empty or leaves the region, if it has a
+    /// right that peers do not use, or if the region does not allow it.
+    grants_with_wrong_arguments_are_refused, GRANTS;
     /// Requirement MODE-04: in RAW mode, the allocation of a window fails with Unsupported, because
     /// windows have no raw keys.
     windows_are_refused_in_raw_mode, RAW_MODE;
@@ -371,4 +444,26 @@ behaviours! {
     /// Requirement EVT-01: in a domain that is bound to an event queue, each registration ends in
     /// one event, which has the context of the request.
     each_asynchronous_registration_ends_in_one_event;
+    /// Requirement EVT-01: `regattr_into` stores the region before the event of its registration
+    /// can be read.
+    region_is_stored_before_its_event_can_be_read;
+    /// Requirement EVT-01: a request that its call refuses emits no event. If the registration
+    /// fails later, its event has the error, and the region can be closed.
+    only_a_failure_after_the_call_emits_an_event;
+    /// Requirement MR-10: before a registration completes, the region has neither descriptor nor
+    /// key, and can be neither enabled nor divided.
+    pending_region_has_neither_descriptor_nor_key, CONTROL;
+    /// Requirement EVT-03: the close of a region waits for a registration in the driver, and
+    /// cancels one that has not begun. Each registration has its one event, and nothing stays
+    /// registered.
+    close_during_registration_loses_no_event, CONTROL;
+    /// Requirement EVT-03: each registration has its one event if the region is closed or dropped
+    /// at any moment, and nothing stays registered.
+    close_at_any_moment_loses_no_event;
+    /// Requirement EVT-03: each registration has its one event if its domain is dropped right after
+    /// the call.
+    domain_dropped_right_after_submits_loses_no_event;
+    /// Requirement EVT-03: the close of a domain fails with Busy during registrations. Each
+    /// registration has its one event if the domain is dropped meanwhile.
+    domain_dropped_during_registrations_loses_no_event, CONTROL;
 }

@@ -2,16 +2,14 @@
 
 #![allow(unsafe_code, reason = "posts requests by address")]
 
-use std::thread;
-
 use hmem_core::{
-    AddressRange, ErrorKind, LocalKey, MemoryRegion, MrMode, Request,
+    AddressRange, ErrorKind, LocalKey, MemoryRegion, MrFlags, MrMode,
     provider::{EndpointAttr, LiveObjects},
     transfer::{AtomicOp, AtomicType, Operation, PeerId, WorkRequest},
 };
 
 use super::{case::Case, link::CaseLink};
-use crate::link::{Exposed, LOCAL, Local, REMOTE, remote, segment};
+use crate::link::{Exposed, LOCAL, Local, REMOTE, mr_attr, remote, segment};
 use crate::{
     bytes::{assert_bytes, assert_no_fd_leaks, pattern},
     trial::assert_kind,
@@ -194,29 +192,6 @@ pub(super) fn memory_is_registered_again_after_close(case: &Case) {
     }
 }
 
-pub(super) fn threads_register_and_close_at_once(case: &Case) {
-    let link = CaseLink::open(case);
-    let domain = &link.target.domain;
-    let idle = domain.live();
-    thread::scope(|scope| {
-        for thread in 0..4u64 {
-            scope.spawn(move || {
-                for round in 0..32 {
-                    let bytes = pattern(round, 5000);
-                    let request = Request::new(bytes.clone(), REMOTE);
-                    let region = domain.submit(request.key(1000 + thread * 32 + round));
-                    let region = region.expect("register");
-                    let found = region.close().expect("close");
-                    assert_bytes(&found, &bytes, "memory that one of several threads registered");
-                }
-            });
-        }
-    });
-    assert_eq!(domain.live(), idle, "something is left of the threads' regions");
-    let region = link.target.register(pattern(1, 4096), REMOTE);
-    link.assert_works(&link.key(&region));
-}
-
 pub(super) fn closing_everything_leaves_nothing_live(case: &Case) {
     let link = CaseLink::open(case);
     let regions: Vec<_> =
@@ -246,6 +221,26 @@ pub(super) fn opening_and_closing_leaks_no_fd(case: &Case) {
         let region = link.target.register(pattern(8, 4096), REMOTE);
         link.assert_works(&link.key(&region));
     });
+}
+
+pub(super) fn registering_leaks_no_fd(case: &Case) {
+    let link = CaseLink::open(case);
+    let memory = link.bytes(65_536);
+    let ranges = [memory.range()];
+    assert_no_fd_leaks("register, transfer and close", || {
+        for at in 0..4 {
+            let region = link.expose(memory.part(at * 131, 1 + at * 17_000), REMOTE);
+            link.push(&link.key(&region), 0, &[1]).expect("write");
+        }
+        if !case.has(MrMode::PROV_KEY) {
+            // The provider refuses the second registration after the memory was exported.
+            let attr = mr_attr(&ranges, REMOTE).key(link.fresh_key());
+            let _first = link.target.regattr(&attr, MrFlags::empty()).expect("register");
+            let taken = link.target.regattr(&attr, MrFlags::empty()).expect_err("a key in use");
+            assert_kind(&taken, ErrorKind::NoKey, "a key in use");
+        }
+    });
+    assert_eq!(link.device.stats().live_exports, 0, "an export was not released");
 }
 
 /// Asserts that the close of a region fails with Busy because another object depends on the region,

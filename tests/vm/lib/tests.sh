@@ -35,22 +35,12 @@ suite() {
     # Real memory with a genuine exporter (/dev/udmabuf).
     echo "--package hmem-iface-system --test system"
     echo "--package hmem-provider-verbs --test *"
-    echo "--package hmem --test behaviour"
     echo "--package hmem --test cache_stale"
     echo "--package hmem --test conformance"
     echo "--package hmem --test vendor_dma_bufs"
     [[ ! $c ]] || echo "--package hmem-c --test *_verbs"
     # These run the `hmem` command, which is built with them.
     echo "--package hmem-cli --test *_verbs"
-}
-
-# Prints the arguments for `behaviour`: its cases over test configurations, without those that
-# cannot run over an RDMA device.
-behaviour_arguments() {
-    local class='every verbs configuration'
-    [[ $dma_buf ]] || class+='\( without dma-bufs\)\?'
-    [[ $filter ]] || echo over_configs
-    sed -n "s/^\([a-z0-9_]*\) | $class: .*/\1/p" "$repository/tests/skipped-verbs.txt" | sort -u | sed 's/^/--skip\n/'
 }
 
 # Builds the tests. Sets test_binaries, one line `RDMA<tab>FOLDER OF THE PACKAGE<tab>BINARY` each,
@@ -149,7 +139,6 @@ place_tests() {
             [[ ! -e $guest_root/tests/$name ]] || name=${binary##*/}
             {
                 ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}"
-                [[ ${name#rdma-} != behaviour ]] || behaviour_arguments
                 [[ ${name#rdma-} != conformance || $filter ]] || echo verbs::
                 [[ ${name#rdma-} != soak || $filter ]] || echo over_an_rdma_device
             } >"$guest_root/tests/$name.arguments"

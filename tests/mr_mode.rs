@@ -1,36 +1,33 @@
-//! MODE-01 and MODE-13: the negotiation of mr_mode bits.
+//! Tests of the negotiation of mr_mode bits.
 
 use hmem::{DomainAttr, ErrorKind, Hmem, MrMode, loopback::Loopback};
 
-use crate::{
-    config::{EVERY_BIT, TestConfig, over_configs},
-    net::{LOOPBACK, Net, provider_name},
-};
+/// All mr_mode bits but BASIC and SCALABLE, which cannot be combined with others.
+const EVERY_BIT: MrMode = MrMode::all().difference(MrMode::BASIC.union(MrMode::SCALABLE));
 
-over_configs! {
-    /// MODE-01
-    ///
-    /// An offer that lacks a needed bit, or that has an unknown bit, is refused.
-    the_mode_in_force_is_the_negotiated_one: Pairwise;
-}
-
-fn the_mode_in_force_is_the_negotiated_one(config: &TestConfig) {
-    let net = Net::open(config);
-    let (offered, provider) = (config.mode.offered, provider_name(config));
-    let kept =
-        if offered.intersects(MrMode::BASIC | MrMode::SCALABLE) { offered } else { config.bits() };
-    assert_eq!(net.target.domain.mr_mode(), kept);
-    for bit in config.bits().iter() {
-        let attr = DomainAttr { mr_mode: EVERY_BIT - bit, ..DomainAttr::default() };
-        let error = net.hmem.domain(provider, attr).expect_err("a needed bit was not offered");
-        assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::ModeMismatch, 61));
-        assert_eq!(error.context_value("bits"), Some(bit.to_string().as_str()), "{error}");
+/// MODE-01
+///
+/// An offer that lacks a needed bit, or that has an unknown bit, is refused.
+#[test]
+fn mode_in_force_has_the_needed_bits_and_no_others() {
+    let hardware = MrMode::LOCAL | MrMode::ALLOCATED | MrMode::HMEM | MrMode::BASIC_MEANS;
+    for needed in EVERY_BIT.iter().chain([MrMode::empty(), MrMode::BASIC_MEANS, hardware]) {
+        let provider = Loopback::builder().needs(needed).build().expect("build");
+        let hmem =
+            Hmem::builder().without_vendor_ifaces().provider(provider).build().expect("start");
+        let open = |mr_mode| {
+            let attr = DomainAttr { mr_mode, ..DomainAttr::default() };
+            hmem.domain("loopback", attr).map(|domain| domain.mr_mode())
+        };
+        assert_eq!(open(EVERY_BIT).expect("open"), needed);
+        for bit in needed.iter() {
+            let error = open(EVERY_BIT - bit).expect_err("a needed bit was not offered");
+            assert_eq!((error.kind(), error.fi_errno()), (ErrorKind::ModeMismatch, 61));
+            assert_eq!(error.context_value("bits"), Some(bit.to_string().as_str()), "{error}");
+        }
+        let unknown = open(EVERY_BIT | MrMode::from_bits_retain(1 << 30));
+        assert_eq!(unknown.expect_err("an unknown bit").kind(), ErrorKind::ModeMismatch);
     }
-    let unknown = DomainAttr {
-        mr_mode: EVERY_BIT | MrMode::from_bits_retain(1 << 30),
-        ..DomainAttr::default()
-    };
-    assert_eq!(net.hmem.domain(provider, unknown).unwrap_err().kind(), ErrorKind::ModeMismatch);
 }
 
 /// MODE-13
@@ -42,7 +39,7 @@ fn basic_combines_only_with_a_needed_local_and_scalable_with_no_bit() {
     };
     let open = |hmem: &Hmem, mr_mode: MrMode| {
         let attr = DomainAttr { mr_mode, ..DomainAttr::default() };
-        hmem.domain(LOOPBACK, attr).map(|domain| domain.mr_mode()).map_err(|error| error.kind())
+        hmem.domain("loopback", attr).map(|domain| domain.mr_mode()).map_err(|error| error.kind())
     };
     let free = hmem(MrMode::empty(), MrMode::BASIC_MEANS);
     assert_eq!(

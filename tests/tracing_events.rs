@@ -1,27 +1,27 @@
-//! DIAG-04 and P2P-03: the library logs through `tracing` and prints nothing.
+//! Tests of events and spans: the library logs through `tracing` and prints nothing (DIAG-04,
+//! P2P-03).
 
 use std::{
+    env,
     fmt::Write,
     sync::{Arc, Mutex, PoisonError},
 };
 
-use hmem::{ErrorKind, MrFlags, fabric::MrAttr};
+use hmem::{
+    Errno, ErrorKind, Hmem, MrFlags, MrMode,
+    fabric::MrAttr,
+    loopback::{Faults, Loopback, NicCall},
+};
+use hmem_conformance::link::{REMOTE, mr_attr};
+use link::{Memory, Opened};
 use tracing::{
     Event, Metadata, Subscriber,
     field::{Field, Visit},
     span,
 };
 
-use crate::{
-    child,
-    config::{TestConfig, over_configs},
-    net::{Net, REMOTE, Setup, mr_attr},
-};
-
-over_configs! {
-    /// DIAG-04
-    each_registration_is_a_span_with_its_range_and_outcome: Pairwise;
-}
+mod child;
+mod link;
 
 /// A tracing subscriber that records each span and each event as a line of text.
 #[derive(Clone, Default)]
@@ -75,9 +75,17 @@ impl Subscriber for Notes {
     fn exit(&self, _: &span::Id) {}
 }
 
-fn each_registration_is_a_span_with_its_range_and_outcome(config: &TestConfig) {
-    let net = Net::open(config);
-    let memory = net.bytes(4096);
+/// DIAG-04
+#[test]
+fn each_registration_is_a_span_with_its_range_and_outcome() {
+    for memory in Memory::ALL {
+        spans_of_registrations(memory);
+    }
+}
+
+fn spans_of_registrations(memory: Memory) {
+    let link = link::open(Loopback::builder(), MrMode::empty(), memory).link;
+    let memory = link.bytes(4096);
     let notes = Notes::default();
     // With a single subscriber in the process, tracing decides which events are enabled in the
     // thread that reaches them first. That may be the thread of another test. A second subscriber
@@ -86,7 +94,7 @@ fn each_registration_is_a_span_with_its_range_and_outcome(config: &TestConfig) {
     tracing::subscriber::with_default(notes.clone(), || {
         for offset in [0, 100] {
             let range = memory.part(offset, 1000);
-            let region = net.expose(range, REMOTE);
+            let region = link.expose(range, REMOTE);
             let said = notes.take();
             let spans: Vec<_> =
                 said.iter().filter(|line| line.starts_with("span register")).collect();
@@ -99,7 +107,7 @@ fn each_registration_is_a_span_with_its_range_and_outcome(config: &TestConfig) {
         }
         let ranges = [memory.part(0, 64)];
         let attr = MrAttr { offset: 1, ..mr_attr(&ranges, REMOTE) };
-        let error = net.try_expose(&attr, MrFlags::empty()).unwrap_err();
+        let error = link.try_expose(&attr, MrFlags::empty()).unwrap_err();
         let said = notes.take();
         assert!(
             said.iter().any(|line| line.contains(error.kind().text())),
@@ -111,18 +119,14 @@ fn each_registration_is_a_span_with_its_range_and_outcome(config: &TestConfig) {
 /// P2P-03
 #[test]
 fn refused_path_is_logged_in_the_registration_span() {
-    use hmem::system::FreeDetection;
-
-    use crate::config::Memory;
-    let config =
-        TestConfig { memory: Memory::Device(FreeDetection::Identity), ..TestConfig::PLAIN };
-    let net = Net::open(&config);
-    let memory = net.bytes(4096);
-    net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).unwrap();
+    let opened = link::open(Loopback::builder(), MrMode::empty(), Memory::Device);
+    let Opened { link, device } = &opened;
+    let memory = link.bytes(4096);
+    device.set_exportable(memory.range().start(), false).unwrap();
     let notes = Notes::default();
     let _second = tracing::Dispatch::new(Notes::default());
     let region =
-        tracing::subscriber::with_default(notes.clone(), || net.expose(memory.range(), REMOTE));
+        tracing::subscriber::with_default(notes.clone(), || link.expose(memory.range(), REMOTE));
     let said = notes.take();
     let at = |start: &str, part: &str| {
         let found = said.iter().position(|line| line.starts_with(start) && line.contains(part));
@@ -146,37 +150,33 @@ fn refused_path_is_logged_in_the_registration_span() {
 /// Causes events that the library logs: a refused path, a fallback, a failed registration and a
 /// leak.
 fn provoke() {
-    use hmem::{Errno, loopback::NicCall, path::P2pPolicy, system::FreeDetection};
-
-    use crate::config::Memory;
-    let config = TestConfig {
-        memory: Memory::Device(FreeDetection::Callback),
-        policy: P2pPolicy::Preferred,
-        ..TestConfig::PLAIN
-    };
-    let net = Setup::of(&config).open();
-    let memory = net.bytes(4096);
-    net.device.as_ref().unwrap().set_exportable(memory.range().start(), false).unwrap();
-    let staged = net.expose(memory.range(), REMOTE);
-    net.assert_works(&net.key(&staged));
-    net.push(&net.key(&staged), 5000, &[1]).unwrap_err();
-    net.faults.fail_nth(NicCall::Register, 1, Errno(12));
+    let faults = Faults::new();
+    let nic = Loopback::builder().faults(&faults);
+    let Opened { link, device } = link::open(nic, MrMode::empty(), Memory::Device);
+    let memory = link.bytes(4096);
+    device.set_exportable(memory.range().start(), false).unwrap();
+    let staged = link.expose(memory.range(), REMOTE);
+    link.assert_works(&link.key(&staged));
+    link.push(&link.key(&staged), 5000, &[1]).unwrap_err();
+    faults.fail_nth(NicCall::Register, 1, Errno(12));
     let ranges = [memory.range()];
-    let refused = net.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::empty()).unwrap_err();
+    let refused = link.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::empty()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::OutOfResources);
-    net.faults.fail_nth(NicCall::Deregister, 1, Errno(5));
+    faults.fail_nth(NicCall::Deregister, 1, Errno(5));
     drop(staged);
-    drop(hmem::Hmem::builder().build());
+    drop(Hmem::builder().build());
 }
 
 /// DIAG-04
 #[test]
 fn nothing_is_printed() {
-    const NAME: &str = "diag::nothing_is_printed";
-    if child::is_alone(NAME) {
+    const NAME: &str = "nothing_is_printed";
+    if env::var_os("HMEM_TEST_PROVOKE").is_some() {
         return provoke();
     }
-    let output = child::output(NAME, &[("RUST_LOG", "trace")]);
+    let mut command = child::command(NAME);
+    command.envs([("RUST_LOG", "trace"), ("HMEM_TEST_PROVOKE", "1")]);
+    let output = command.output().expect("the test runs");
     let printed = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{printed}");
     assert_eq!(String::from_utf8_lossy(&output.stderr), "", "printed to standard error");

@@ -3,38 +3,25 @@
 //! The tests refuse the system calls that write memory back, so transfers that make such a call
 //! fail. A failed transfer shows a test which pages the provider tried to write back.
 
+#![allow(unsafe_code)]
+
 use std::{ops::Range, os::fd::AsFd, thread};
 
 use hmem::{
-    Access, BorrowedDmaBuf, DmaBufOffset, Errno, Error, ErrorKind, MrFlags, Region, RemoteKey,
-    Request, fabric::MrAttr, system::DeviceCall,
+    Access, BorrowedDmaBuf, DmaBufOffset, Errno, Error, ErrorKind, MrFlags, MrMode, Region,
+    RemoteKey, Request,
+    fabric::MrAttr,
+    loopback::{Builder, Loopback, Progress, RemapPolicy},
+    system::DeviceCall,
 };
+use hmem_conformance::link::{
+    Bytes, HostPages, LOCAL, Link, REMOTE, mr_attr, pattern, raw, remote,
+};
+use link::{Memory, Opened};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use crate::{
-    config::{Need, TestConfig, need, needs, over_configs},
-    memory::{Bytes, HostPages, pattern},
-    net::{LOCAL, Net, REMOTE, mr_attr, raw},
-};
-
-over_configs! {
-    /// MR-12
-    persistent_write_completes_after_its_pages_are_written_back: Pairwise, LOOPBACK, HOST;
-    /// MR-12
-    persistent_device_memory_is_flushed_before_a_write_completes: Pairwise, LOOPBACK, needs::DEVICE;
-}
-
-const LOOPBACK: Need = need(
-    "verbs",
-    "no RMA_PMEM there: provider-verbs/tests/rights.rs shows that it is refused",
-    TestConfig::is_loopback,
-);
-
-const HOST: Need = need(
-    "device memory",
-    "persistent_device_memory_is_flushed_before_a_write_completes shows it",
-    TestConfig::is_system,
-);
+mod link;
+mod machine;
 
 /// Returns the page size of the machine.
 fn page_size() -> u64 {
@@ -113,66 +100,92 @@ fn errno<T>(result: Result<T, Error>) -> Option<i32> {
     result.err().map(|error| error.os_errno().unwrap_or_else(|| panic!("{error}")).0)
 }
 
-fn persistent_write_completes_after_its_pages_are_written_back(config: &TestConfig) {
+/// Returns a software NIC for each way of progress, and with pages that it follows or pins.
+fn nics() -> [Builder; 2] {
+    let by_hand = Loopback::builder().progress(Progress::ByHand).remap_policy(RemapPolicy::Follow);
+    [by_hand, Loopback::builder().progress(Progress::Thread).remap_policy(machine::pages())]
+}
+
+/// MR-12
+#[test]
+fn persistent_write_completes_after_its_pages_are_written_back() {
+    for mode in [MrMode::empty(), MrMode::VIRT_ADDR] {
+        for nic in nics() {
+            persistent_host_write(&|| link::open(nic.clone(), mode, Memory::Host).link);
+        }
+    }
+}
+
+fn persistent_host_write(open: &(dyn Fn() -> Link + Sync)) {
     let memory = Bytes::Host(HostPages::new(4 * page_size() as usize));
-    memory.put(0, &pattern(1, 4 * page_size() as usize));
+    memory.put(0, &pattern(1, 4 * page_size()));
     let start = memory.range().start().0;
     // The written range begins with the last byte of the second page and ends with the first byte
     // of the fourth page.
     let (at, len) = (2 * page_size() - 1, page_size() as usize + 2);
     refusing(start + page_size()..start + 4 * page_size(), EXPECTED, || {
-        let net = Net::open(config);
+        let link = open();
         let ranges = [memory.range()];
         let attr = mr_attr(&ranges, REMOTE);
-        let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
-        let ordinary = net.expose(memory.range(), REMOTE);
-        let (key, plain) = (net.key(&persistent), net.key(&ordinary));
-        assert_eq!(errno(net.push(&key, at, &pattern(2, len))), Some(EXPECTED));
-        assert_eq!(memory.get(at, len), pattern(2, len), "the bytes arrive all the same");
-        net.push(&plain, at, &pattern(3, len)).expect("memory that is not said to be persistent");
-        assert_eq!(net.pull(&key, at, len).expect("reads change nothing"), pattern(3, len));
-        assert_eq!(errno(net.push(&key, 0, &[1])), Some(UNEXPECTED), "other pages, written back");
+        let persistent = link.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        let ordinary = link.expose(memory.range(), REMOTE);
+        let (key, plain) = (link.key(&persistent), link.key(&ordinary));
+        assert_eq!(errno(link.push(&key, at, &pattern(2, len as u64))), Some(EXPECTED));
+        assert_eq!(memory.get(at, len), pattern(2, len as u64), "the bytes arrive all the same");
+        link.push(&plain, at, &pattern(3, len as u64))
+            .expect("memory that is not said to be persistent");
+        assert_eq!(
+            link.pull(&key, at, len as u64).expect("reads change nothing"),
+            pattern(3, len as u64)
+        );
+        assert_eq!(errno(link.push(&key, 0, &[1])), Some(UNEXPECTED), "other pages, written back");
         // A failed write leaves the region usable.
-        assert_eq!(errno(net.push(&key, at, &pattern(4, len))), Some(EXPECTED));
+        assert_eq!(errno(link.push(&key, at, &pattern(4, len as u64))), Some(EXPECTED));
     });
     refusing(start + page_size()..start + 2 * page_size(), EXPECTED, || {
-        let net = Net::open(config);
+        let link = open();
         let ranges = [memory.range()];
         let attr = mr_attr(&ranges, REMOTE);
-        let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
-        assert_eq!(errno(net.fetch_add(&net.key(&persistent), page_size() + 8, 1)), Some(EXPECTED));
+        let persistent = link.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        assert_eq!(
+            errno(link.fetch_add(&link.key(&persistent), page_size() + 8, 1)),
+            Some(EXPECTED)
+        );
     });
     // If the kernel writes the memory back, the remote write succeeds.
-    let net = Net::open(config);
+    let link = open();
     let ranges = [memory.range()];
     let persistent =
-        net.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::RMA_PMEM).expect("register");
-    net.assert_works(&net.key(&persistent));
+        link.try_expose(&mr_attr(&ranges, REMOTE), MrFlags::RMA_PMEM).expect("register");
+    link.assert_works(&link.key(&persistent));
 }
 
-fn persistent_device_memory_is_flushed_before_a_write_completes(config: &TestConfig) {
-    let net = Net::open(config);
-    let memory = net.bytes(64);
-    let device = net.device.as_ref().expect("a device");
-    let ranges = [memory.range()];
-    let attr = mr_attr(&ranges, REMOTE);
-    let persistent = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
-    let ordinary = net.expose(memory.range(), REMOTE);
-    let (key, plain) = (net.key(&persistent), net.key(&ordinary));
-    // Allocates the initiator's buffers before the fault is injected.
-    net.assert_works(&key);
-    device.faults().fail_always(DeviceCall::FlushInbound, Errno(EXPECTED));
-    assert_eq!(errno(net.push(&key, 0, &[7; 8])), Some(EXPECTED));
-    net.push(&plain, 0, &[8; 8]).expect("memory that is not said to be persistent");
-    device.faults().clear();
-    net.assert_works(&key);
+/// MR-12
+#[test]
+fn persistent_device_memory_is_flushed_before_a_write_completes() {
+    for (nic, memory) in nics().into_iter().zip([Memory::Device, Memory::Staged]) {
+        let Opened { link, device } = link::open(nic, MrMode::empty(), memory);
+        let memory = link.bytes(64);
+        let ranges = [memory.range()];
+        let attr = mr_attr(&ranges, REMOTE);
+        let persistent = link.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        let ordinary = link.expose(memory.range(), REMOTE);
+        let (key, plain) = (link.key(&persistent), link.key(&ordinary));
+        // Allocates the initiator's buffers before the fault is injected.
+        link.assert_works(&key);
+        device.faults().fail_always(DeviceCall::FlushInbound, Errno(EXPECTED));
+        assert_eq!(errno(link.push(&key, 0, &[7; 8])), Some(EXPECTED));
+        link.push(&plain, 0, &[8; 8]).expect("memory that is not said to be persistent");
+        device.faults().clear();
+        link.assert_works(&key);
+    }
 }
 
 /// Asserts that a write with each of these keys fails with [`EXPECTED`]. The NIC then tried to
 /// write back exactly the expected pages.
-fn assert_written_back(net: &Net, keys: &[(&str, RemoteKey)]) {
+fn assert_written_back(link: &Link, keys: &[(&str, RemoteKey)]) {
     for (name, key) in keys {
-        assert_eq!(errno(net.push(key, 0, &[9; 16])), Some(EXPECTED), "{name}");
+        assert_eq!(errno(link.push(key, 0, &[9; 16])), Some(EXPECTED), "{name}");
     }
 }
 
@@ -182,21 +195,21 @@ fn windows_and_sub_regions_write_persistent_memory_back() {
     let memory = Bytes::Host(HostPages::new(page_size() as usize));
     let start = memory.range().start().0;
     refusing(start..start + page_size(), EXPECTED, || {
-        let net = Net::open(&TestConfig::PLAIN);
+        let link = link::plain();
         let ranges = [memory.range()];
         let attr = mr_attr(&ranges, REMOTE | LOCAL | Access::MW_BIND);
-        let base = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
-        let sub = base.sub(memory.part(64, 64), REMOTE, net.fresh_key()).expect("sub-region");
-        let window = net.target.domain.alloc_type_1_window().expect("window");
+        let base = link.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        let sub = base.sub(memory.part(64, 64), REMOTE, link.fresh_key()).expect("sub-region");
+        let window = link.target.domain.alloc_type_1_window().expect("window");
         let through = window.bind(&base, 128, 64, REMOTE).expect("bind");
-        let keys = [("sub-region", net.key(&sub)), ("window", through)];
-        assert_written_back(&net, &keys);
+        let keys = [("sub-region", link.key(&sub)), ("window", through)];
+        assert_written_back(&link, &keys);
 
-        let plain = net.expose(memory.range(), REMOTE | LOCAL);
-        let attr = MrAttr::new((&plain, memory.part(64, 64)), REMOTE);
-        let own = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("sub-region");
-        assert_written_back(&net, &[("a sub-region's own flag", net.key(&own))]);
-        net.assert_works(&net.key(&plain));
+        let plain = link.expose(memory.range(), REMOTE | LOCAL);
+        let attr = MrAttr::new((&*plain, memory.part(64, 64)), REMOTE);
+        let own = link.try_expose(&attr, MrFlags::RMA_PMEM).expect("sub-region");
+        assert_written_back(&link, &[("a sub-region's own flag", link.key(&own))]);
+        link.assert_works(&link.key(&plain));
     });
 }
 
@@ -214,16 +227,16 @@ fn write_over_two_persistent_ranges_writes_back_both() {
     for (only, its_own, others) in [(0, 0, page_size()), (1, page_size(), 0)] {
         let start = ranges[only].start().0;
         refusing(start..start + page_size(), WRITTEN_BACK, || {
-            let net = Net::open(&TestConfig::PLAIN);
+            let link = link::plain();
             let attr = mr_attr(&ranges, REMOTE);
-            let region = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
-            let key = net.key(&region);
+            let region = link.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+            let key = link.key(&region);
             let bytes = pattern(only as u64 + 1, 16);
-            assert_eq!(errno(net.push(&key, seam, &bytes)), Some(UNEXPECTED), "range {only}");
+            assert_eq!(errno(link.push(&key, seam, &bytes)), Some(UNEXPECTED), "range {only}");
             assert_eq!(memory.get(3 * page_size() - 8, 8), bytes[..8]);
             assert_eq!(memory.get(0, 8), bytes[8..]);
-            net.push(&key, its_own, &[1; 8]).expect("its pages are written back");
-            assert_eq!(errno(net.push(&key, others, &[1; 8])), Some(UNEXPECTED), "range {only}");
+            link.push(&key, its_own, &[1; 8]).expect("its pages are written back");
+            assert_eq!(errno(link.push(&key, others, &[1; 8])), Some(UNEXPECTED), "range {only}");
         });
     }
 }
@@ -238,15 +251,15 @@ fn one_request_writes_back_only_its_persistent_regions() {
     );
     let start = kept.range().start().0;
     refusing(start..start + page_size(), EXPECTED, || {
-        let net = Net::open(&TestConfig::PLAIN);
+        let link = link::plain();
         let ranges = [kept.range()];
         let attr = mr_attr(&ranges, REMOTE);
-        let kept = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
-        let passing = net.expose(passing.range(), REMOTE);
-        let (first, second) = (net.key(&passing), net.key(&kept));
-        let local = net.local(32, LOCAL);
-        let remote = [crate::net::remote(&first, 0, 16), crate::net::remote(&second, 0, 16)];
-        let written = net.transfer(Operation::Write { remote: &remote }, &[local.segment(0, 32)]);
+        let kept = link.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        let passing = link.expose(passing.range(), REMOTE);
+        let (first, second) = (link.key(&passing), link.key(&kept));
+        let local = link.local(32, LOCAL);
+        let remote = [remote(&first, 0, 16), remote(&second, 0, 16)];
+        let written = link.transfer(Operation::Write { remote: &remote }, &[local.segment(0, 32)]);
         assert_eq!(errno(written), Some(EXPECTED));
     });
 }
@@ -261,15 +274,15 @@ fn persistent_files_given_by_their_fd_are_written_back() {
         // The test does not know the address of the NIC's own mapping, so every `msync` is
         // unexpected.
         refusing(page_size()..2 * page_size(), EXPECTED, || {
-            let net = Net::open(&TestConfig::PLAIN);
+            let link = link::plain();
             let (fd, offset) = (fd.as_fd(), DmaBufOffset(0));
             let buffer = BorrowedDmaBuf { fd, offset, len: page_size(), base_addr: None };
             let attr = MrAttr::new(raw(buffer), REMOTE);
             let expose =
-                |flags| net.try_expose(&attr, flags | MrFlags::MR_DMABUF).expect("register");
+                |flags| link.try_expose(&attr, flags | MrFlags::MR_DMABUF).expect("register");
             let (kept, passing) = (expose(MrFlags::RMA_PMEM), expose(MrFlags::empty()));
-            assert_eq!(errno(net.push(&net.key(&kept), 8, &[1; 8])), Some(expected), "{seals:?}");
-            net.push(&net.key(&passing), 8, &[2; 8]).expect("without the flag");
+            assert_eq!(errno(link.push(&link.key(&kept), 8, &[1; 8])), Some(expected), "{seals:?}");
+            link.push(&link.key(&passing), 8, &[2; 8]).expect("without the flag");
         });
     }
 }
@@ -282,19 +295,19 @@ fn owned_device_dax_is_written_back_by_cache_lines() {
     let memory = Bytes::Host(HostPages::new(page_size() as usize));
     let start = memory.range().start().0;
     refusing(start..start + page_size(), libc::EINVAL, || {
-        let net = Net::open(&TestConfig::PLAIN);
+        let link = link::plain();
         let ranges = [memory.range()];
         let attr = mr_attr(&ranges, REMOTE);
-        let borrowed = net.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
-        let error = net.push(&net.key(&borrowed), 0, &[1; 8]).expect_err("not written back");
+        let borrowed = link.try_expose(&attr, MrFlags::RMA_PMEM).expect("register");
+        let error = link.push(&link.key(&borrowed), 0, &[1; 8]).expect_err("not written back");
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert!(error.remedy_text().is_some_and(|text| text.contains("device DAX")), "{error}");
     });
     let (buffer, page) = owned();
     refusing(page.start..page.end, libc::EINVAL, || {
-        let net = Net::open(&TestConfig::PLAIN);
-        let (region, key, at) = register_owned(&net, buffer, page.start);
-        let written = net.push(&key, at, &[5; 16]);
+        let link = link::plain();
+        let (region, key, at) = register_owned(&link, buffer, page.start);
+        let written = link.push(&key, at, &[5; 16]);
         if cfg!(target_arch = "x86_64") {
             written.expect("written back without the kernel");
         } else {
@@ -314,10 +327,10 @@ fn owned() -> (Vec<u8>, Range<u64>) {
 
 /// Registers a buffer as persistent memory. Returns the region, its key and the offset of the
 /// address `page` in it.
-fn register_owned(net: &Net, buffer: Vec<u8>, page: u64) -> (Region<Vec<u8>>, RemoteKey, u64) {
+fn register_owned(link: &Link, buffer: Vec<u8>, page: u64) -> (Region<Vec<u8>>, RemoteKey, u64) {
     let at = page - buffer.as_ptr().addr() as u64;
-    let request = Request::new(buffer, REMOTE).key(net.fresh_key()).flags(MrFlags::RMA_PMEM);
-    let region = net.target.domain.submit(request).expect("register");
+    let request = Request::new(buffer, REMOTE).key(link.fresh_key()).flags(MrFlags::RMA_PMEM);
+    let region = link.target.domain.submit(request).expect("register");
     let key = region.key().expect("key");
     (region, key, at)
 }
@@ -327,8 +340,8 @@ fn register_owned(net: &Net, buffer: Vec<u8>, page: u64) -> (Region<Vec<u8>>, Re
 fn owned_persistent_memory_is_written_back() {
     let (buffer, page) = owned();
     refusing(page.start..page.end, EXPECTED, || {
-        let net = Net::open(&TestConfig::PLAIN);
-        let (_region, key, at) = register_owned(&net, buffer, page.start);
-        assert_eq!(errno(net.push(&key, at, &[5; 16])), Some(EXPECTED));
+        let link = link::plain();
+        let (_region, key, at) = register_owned(&link, buffer, page.start);
+        assert_eq!(errno(link.push(&key, at, &[5; 16])), Some(EXPECTED));
     });
 }
