@@ -33,19 +33,21 @@ const NOWHERE: [(&str, &str); 2] = [
 ];
 
 /// Behaviours that no software provider has, with the reasons.
-const NO_SOFTWARE: [(&str, &str); 5] = [
+const NO_SOFTWARE: [(&str, &str); 6] = [
     ("absent_pages_register_and_fail_only_the_transfer", TOUCHED),
     ("registration_keeps_its_pages_or_follows_the_mapping", TOUCHED),
-    (
-        "region_of_several_ranges_is_one_run_of_bytes",
-        "each range has a key of its own, so the region cannot have the requested one",
-    ),
+    ("region_of_several_ranges_is_one_run_of_bytes", KEY_OF_EACH_RANGE),
+    ("region_may_have_as_many_ranges_as_the_nic_allows", KEY_OF_EACH_RANGE),
     ("transfers_in_flight_leave_a_closed_region_alone", FINISHED),
     ("close_amid_a_stream_of_writes_leaves_the_memory_alone", FINISHED),
 ];
 
+const KEY_OF_EACH_RANGE: &str =
+    "each range has a key of its own, so the region cannot have the requested one";
+
 /// Behaviours with a refused access, after which the connection is used.
-const AFTER_A_REFUSAL: [(&str, &str); 6] = [
+const AFTER_A_REFUSAL: [(&str, &str); 7] = [
+    ("sizes_up_to_64_mib_are_reached_at_both_ends", STAYS_BROKEN),
     ("peers_use_the_targets_addresses_for_every_range", STAYS_BROKEN),
     ("peers_get_the_rights_of_the_key_and_no_others", STAYS_BROKEN),
     ("overlapping_regions_grant_each_their_own_rights", STAYS_BROKEN),

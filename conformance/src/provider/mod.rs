@@ -64,8 +64,8 @@ behaviours! {
     sizes_up_to_64_mib_are_reached_at_both_ends, LONG;
     /// Requirement MR-03: a region may have 1 to `mr_iov_limit` ranges.
     region_may_have_as_many_ranges_as_the_nic_allows;
-    /// Requirement MR-15: page size 0, and each page size of both the system and the NIC, registers.
-    /// Others fail with BadPageSize.
+    /// Requirement MR-15: page size 0, and each page size of both the system and the NIC,
+    /// registers. Others fail with BadPageSize.
     page_sizes_of_the_system_and_nic_register;
     /// Requirement MR-13: parts of a dma-buf register with and without a base address. In VIRT_ADDR
     /// mode peers address a part by the base address plus the offset, and otherwise from 0.
