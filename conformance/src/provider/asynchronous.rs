@@ -7,7 +7,8 @@ use std::{
 };
 
 use hmem_core::{
-    DomainBindFlags, Errno, ErrorKind, MemoryRegion, MrFlags, MrMode, RegionState,
+    Addressing, DomainBindFlags, Errno, ErrorKind, Iova, MemoryRegion, MrFlags, MrMode,
+    RegionState, RemoteKey,
     event_queue::{Event, EventQueue},
     fabric::{self, MrAttr},
 };
@@ -124,9 +125,18 @@ pub(super) fn pending_region_has_neither_descriptor_nor_key(case: &Case) {
     let (link, queue) = open(case);
     let memory = link.bytes(64);
     let ranges = [memory.range()];
+    let number = link.fresh_key();
+    let assert_unreachable = || {
+        let requested = RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, number);
+        link.assert_dead(&requested, 0, ErrorKind::InvalidKey, "an access by the requested key");
+    };
+    // Registers the initiator's buffer before the gate.
+    assert_unreachable();
     let gate = link.hold(Call::Register);
-    let region = submit(&link, &mr_attr(&ranges, REMOTE));
+    let attr = mr_attr(&ranges, REMOTE).key(number);
+    let region = fabric::regattr(&link.target.domain, &attr, MrFlags::empty()).expect("submit");
     wait_held(&gate);
+    assert_unreachable();
     assert_eq!(region.state(), RegionState::Registering);
     assert_eq!(region.desc().unwrap_err().kind(), ErrorKind::BadState);
     let key = region.key().unwrap_err();
