@@ -790,10 +790,9 @@ fn provider_without_a_fault_fails_no_behaviour() {
         regions_are_reached_through_their_endpoint_only
         device_buffers_need_a_descriptor_or_are_detected
         buffers_of_a_broadcast_need_the_collective_right
-        channel_is_readable_from_the_next_completion_on
-        channel_loses_no_wakeup channel_reports_that_its_domain_is_closed
-        immediate_data_is_refused_if_the_nic_carries_none too_wide_immediate_data_is_refused
-        sub_region_of_a_region_without_rights_may_read
+        channel_is_readable_from_the_next_completion_on channel_loses_no_wakeup
+        channel_reports_that_its_domain_is_closed immediate_data_is_refused_if_the_nic_carries_none
+        too_wide_immediate_data_is_refused sub_region_of_a_region_without_rights_may_read
         sub_regions_grant_writes_and_atomics_separately
         close_ends_transfers_in_flight_before_it_returns
         close_of_a_local_buffer_ends_transfers_in_flight_too
@@ -802,9 +801,11 @@ fn provider_without_a_fault_fails_no_behaviour() {
         region_closes_before_its_endpoint region_of_a_closed_endpoint_is_unreachable_and_closes
         single_use_key_works_once local_buffers_need_the_right_of_their_operation
         receives_need_the_right_recv_and_stay_in_bounds
-        registration_in_the_driver_blocks_no_other_call
-        lost_nic_ends_requests_and_refuses_calls requests_fail_while_the_port_is_down
-        memory_of_a_lost_nic_is_registered_again_with_a_new_key
+        registration_in_the_driver_blocks_no_other_call lost_nic_ends_requests_and_refuses_calls
+        requests_fail_while_the_port_is_down memory_of_a_lost_nic_is_registered_again_with_a_new_key
+        revoked_region_refuses_all_accesses_and_closes
+        window_over_revoked_memory_is_refused_and_unbinds revocation_waits_for_transfers_in_flight
+        cache_drops_revoked_memory revoked_memory_is_registered_again_with_a_new_key
         raw_attr_returns_the_needed_size_and_works_on_every_region
         raw_key_is_mapped_used_and_unmapped domain_with_mapped_keys_is_busy_at_close
         sub_region_has_its_own_key_rights_and_bounds sub_region_that_exceeds_its_base_is_refused
@@ -822,8 +823,7 @@ fn provider_without_a_fault_fails_no_behaviour() {
         peer_invalidates_through_the_queue_pair_of_the_window_only windows_have_their_own_rights
         windows_may_overlap_and_keep_their_region_open
         window_outside_its_region_or_domain_is_refused refused_bind_names_its_call_and_its_values
-        binding_registers_and_exports_nothing
-        window_is_reached_with_the_auth_key_of_its_region_only
+        binding_registers_and_exports_nothing window_is_reached_with_the_auth_key_of_its_region_only
         window_is_reached_through_the_endpoint_of_its_region_only
         window_on_a_counted_region_needs_rma_event writes_and_atomics_through_a_window_count_once
         peer_revokes_its_grant_by_a_message grant_uses_the_best_mechanism_and_says_why
