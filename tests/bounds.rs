@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use hmem::{
     Access, Address, AddressRange, Addressing, Error, ErrorKind, Iova, MemoryRegion, MrFlags,
     MrMode, RemoteKey,
-    loopback::{Loopback, RemapPolicy},
+    loopback::{Loopback, Progress, RemapPolicy},
     transfer::Operation,
 };
 use hmem_conformance::link::{Link, REMOTE, mr_attr, pattern, remote, segment};
@@ -201,6 +201,27 @@ fn every_place(mode: MrMode) -> Vec<Link> {
             .map(|pages| link::open(Loopback::builder().remap_policy(pages), mode, memory).link)
     };
     Memory::ALL.into_iter().flat_map(place).collect()
+}
+
+/// MR-02
+#[test]
+fn both_ends_of_64_mib_of_pinned_pages_are_reached() {
+    // Another test may pin pages at the same time.
+    let len = (machine::lockable_memory() / 4).min(64 << 20) & !0xfff;
+    for progress in [Progress::ByHand, Progress::Thread] {
+        let nic = Loopback::builder().remap_policy(machine::pages()).progress(progress);
+        let link = link::open(nic, MrMode::empty(), Memory::Host).link;
+        let memory = link.bytes(len as usize);
+        let region = link.expose(memory.range(), REMOTE);
+        let key = link.key(&region);
+        for at in [0, len - 1] {
+            link.push(&key, at, &[0xA5]).expect("write");
+            assert_eq!(memory.get(at, 1), [0xA5], "byte {at} of {len}");
+        }
+        let error = link.push(&key, len, &[0xA5]).expect_err("past the end");
+        assert_eq!(error.kind(), ErrorKind::OutOfBounds);
+        region.close().expect("close");
+    }
 }
 
 /// MR-09

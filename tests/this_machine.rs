@@ -25,7 +25,10 @@ fn needs(missing: Option<String>, left_out: &str) -> Outcome {
 
 fn pages_can_be_pinned() -> Outcome {
     let reason = machine::without_pinned_pages().map(str::to_owned);
-    needs(reason, "configurations of behaviours, and of other tests, in which the NIC pins pages")
+    needs(
+        reason,
+        "providers of the conformance suite, and other tests, in which the NIC pins pages",
+    )
 }
 
 fn mib_64_can_be_locked() -> Outcome {

@@ -328,6 +328,67 @@ fn failed_deregistration_leaves_the_region_usable() {
     pair.there.domain.deregister(region).unwrap();
 }
 
+#[test]
+fn domains_and_endpoints_can_be_dropped_in_any_order() {
+    for thread in [false, true] {
+        for order in 0..6 {
+            let progress =
+                if thread { Progress::Thread } else { hmem_provider_loopback::Progress::ByHand };
+            let provider = Loopback::builder().progress(progress).build().unwrap();
+            let Pair { provider, here, there, to } = Pair::new(provider, MrMode::empty());
+            let target = Buffer::new(8);
+            let region =
+                RegAttr::key(1).register(&*there.domain, &[host(target.range(), true)]).unwrap();
+            let source = Buffer::filled(8, 1);
+            here.write(to, &[source.whole()], &remote(region, 8), 0).unwrap();
+            match order {
+                0 => drop((provider, here, there)),
+                1 => drop((there, here, provider)),
+                2 => {
+                    let End { domain, cq, endpoint } = there;
+                    drop(domain);
+                    drop(endpoint);
+                    refused(
+                        here.write(to, &[source.whole()], &remote(region, 8), 0),
+                        ErrorKind::Unreachable,
+                    );
+                    drop(cq);
+                }
+                3 => {
+                    let End { domain, cq, endpoint } = there;
+                    drop((cq, endpoint));
+                    domain.deregister(region).unwrap();
+                }
+                4 => {
+                    here.post(
+                        Operation::Send { tag: None, invalidate: None },
+                        &[source.whole()],
+                        to,
+                        1,
+                    )
+                    .unwrap();
+                    drop(there);
+                    drop(here);
+                }
+                _ => {
+                    there
+                        .post(
+                            Operation::Receive { tag: None, from: None },
+                            &[source.whole()],
+                            PeerId(0),
+                            1,
+                        )
+                        .unwrap();
+                    drop(provider);
+                    drop(there.domain);
+                    drop(here);
+                    drop(there.endpoint);
+                }
+            }
+        }
+    }
+}
+
 /// A copy engine. Its first write drops the last handles of the domain that calls it.
 #[derive(Debug)]
 struct Dropping(std::sync::Mutex<Option<End>>, std::sync::mpsc::Sender<std::thread::ThreadId>);

@@ -257,7 +257,7 @@ pub(super) mod needs {
         });
     /// A NIC that grants parts of this memory, by windows or by sub-regions.
     pub(in super::super) const GRANTS: Need =
-        need("the NIC has no windows for this memory or mode", |case| {
+        need("the provider has neither sub-regions nor windows for this memory or mode", |case| {
             has(case, Features::SUB_REGIONS) || (WINDOWS.met)(case)
         });
     pub(in super::super) const DMA_BUFS: Need =

@@ -10,7 +10,7 @@ use std::{
 };
 
 use hmem_core::{
-    Access, Domain, ErrorKind, MrFlags, Result,
+    Access, Domain, ErrorKind, MrFlags, MrMode, Result,
     provider::{DomainRequest, Features, LiveObjects, Provider, ProviderAttr, ProviderDomain},
     transfer::{Operation, WorkRequest},
 };
@@ -73,7 +73,7 @@ fn orders(items: usize) -> Vec<Vec<usize>> {
 /// the objects in any order.
 fn objects(case: &Case) -> Vec<Option<Box<dyn Any>>> {
     let [_initiator, target] = CaseLink::open(case).into_sides();
-    // An endpoint may have only one peer, and that of the target's is the initiator.
+    // An endpoint may have only one peer. The peer of the target's endpoint is the initiator.
     let target = LinkSide::open(target.domain, true, None).expect("an endpoint");
     let LinkSide { endpoint, domain, .. } = &target;
     let memory = Bytes::Host(HostPages::new(4096));
@@ -121,8 +121,8 @@ fn threads() -> usize {
 }
 
 pub(super) fn any_order_of_drops_leaves_nothing_live(case: &Case) {
+    let threads_before = threads();
     let kinds = objects(case).len();
-    eventually("the end of the first threads", || threads() == 0);
     for order in orders(kinds) {
         let provider = Arc::clone(&case.provider);
         let watched = Arc::new(Watched { provider, opened: Mutex::default() });
@@ -135,7 +135,7 @@ pub(super) fn any_order_of_drops_leaves_nothing_live(case: &Case) {
             assert_eq!(domain.live(), LiveObjects::default(), "left after drops as in {order:?}");
         }
     }
-    eventually("the end of every thread", || threads() == 0);
+    eventually("the end of every thread", || threads() <= threads_before);
 }
 
 pub(super) fn close_of_a_domain_counts_its_live_objects(case: &Case) {
@@ -171,6 +171,8 @@ pub(super) fn threads_register_transfer_and_close_at_once(case: &Case) {
     const KEPT: u64 = 32;
     let link = CaseLink::open(case);
     let idle = link.live();
+    // A region that is bound to the link's endpoint refuses the endpoints of the threads.
+    let moves = !case.has(MrMode::RAW) && !case.has(MrMode::ENDPOINT);
     let work = |thread: u64| {
         // An endpoint may have only one peer, so each thread opens a pair of its own.
         let (there, _cq) = open_endpoint(&link.target.domain, true, None).expect("an endpoint");
@@ -181,22 +183,24 @@ pub(super) fn threads_register_transfer_and_close_at_once(case: &Case) {
         for round in 0..2 * KEPT {
             let at = round % KEPT * 64;
             let region = link.expose(memory.part(at, 64), REMOTE);
-            let key = region.key().expect("key");
-            let bytes = pattern(thread * 1000 + round, 64);
-            local.bytes.put(0, &bytes);
-            let (to, from) = ([remote(&key, 0, 64)], [local.segment(0, 64)]);
-            let operation = Operation::Write { remote: &to };
-            let request = WorkRequest { operation, local: &from, peer, context: round };
-            // SAFETY: the local memory outlives the transfer.
-            unsafe { here.post(&request) }.expect("post");
-            eventually("the completion", || {
-                link.target.domain.progress().expect("progress");
-                cq.read(&mut done, 1).expect("read") == 1
-            });
-            let completion = done.remove(0);
-            assert_eq!((completion.context, completion.result.expect("write")), (round, 64));
-            let what = format!("bytes of thread {thread} in round {round}");
-            assert_bytes(&memory.get(at, 64), &bytes, &what);
+            if moves {
+                let key = region.key().expect("key");
+                let bytes = pattern(thread * 1000 + round, 64);
+                local.bytes.put(0, &bytes);
+                let (to, from) = ([remote(&key, 0, 64)], [local.segment(0, 64)]);
+                let operation = Operation::Write { remote: &to };
+                let request = WorkRequest { operation, local: &from, peer, context: round };
+                // SAFETY: the local memory outlives the transfer.
+                unsafe { here.post(&request) }.expect("post");
+                eventually("the completion", || {
+                    link.target.domain.progress().expect("progress");
+                    cq.read(&mut done, 1).expect("read") == 1
+                });
+                let completion = done.remove(0);
+                assert_eq!((completion.context, completion.result.expect("write")), (round, 64));
+                let what = format!("bytes of thread {thread} in round {round}");
+                assert_bytes(&memory.get(at, 64), &bytes, &what);
+            }
             if round % 2 == 0 || round >= KEPT {
                 region.close().expect("close");
             } else {

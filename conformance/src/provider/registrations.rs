@@ -76,18 +76,19 @@ pub(super) fn every_set_of_rights_registers_at_any_start(case: &Case) {
         if access.contains(Access::MW_BIND) && case.control.is_none() && !windows {
             continue;
         }
-        let (start, len) = PARTS[bits.count_ones() as usize % PARTS.len()];
-        let range = [memory.part(start, len)];
-        match link.try_expose(&mr_attr(&range, access), MrFlags::empty()) {
-            Ok(region) => {
-                assert_eq!((region.access(), region.range()), (access, range[0]));
-                assert_eq!(link.live().regions, before.regions + 1);
-                region.close().unwrap_or_else(|why| panic!("close with {access}: {why}"));
+        for (start, len) in PARTS {
+            let range = [memory.part(start, len)];
+            match link.try_expose(&mr_attr(&range, access), MrFlags::empty()) {
+                Ok(region) => {
+                    assert_eq!((region.access(), region.range()), (access, range[0]));
+                    assert_eq!(link.live().regions, before.regions + 1);
+                    region.close().unwrap_or_else(|why| panic!("close with {access}: {why}"));
+                }
+                Err(why) if case.control.is_none() => {
+                    assert_kind(&why, ErrorKind::Unsupported, "a set of rights")
+                }
+                Err(why) => panic!("register with {access}: {why}"),
             }
-            Err(why) if case.control.is_none() => {
-                assert_kind(&why, ErrorKind::Unsupported, "a set of rights")
-            }
-            Err(why) => panic!("register with {access}: {why}"),
         }
     }
     assert_eq!(link.live(), before, "something stayed registered");
