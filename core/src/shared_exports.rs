@@ -97,7 +97,7 @@ impl SharedExports {
         exported: AddressRange,
         mapping: DmaBufMapping,
     ) -> Option<Arc<SharedExport>> {
-        let of_freed = |old: &mut Arc<SharedExport>| {
+        let is_stale = |old: &mut Arc<SharedExport>| {
             old.is_of(iface)
                 && old.of.range.overlaps(of.range)
                 && (!old.is_part_of(of) || old.is_revoked())
@@ -109,11 +109,11 @@ impl SharedExports {
                 && old.export().mapping == mapping
         };
         let mut stored = self.0.lock();
-        let freed: Vec<_> = stored.extract_if(.., of_freed).collect();
+        let stale: Vec<_> = stored.extract_if(.., is_stale).collect();
         let found = stored.iter().find(is_wanted).cloned();
         // The lock is released first, because the release of an export calls the driver.
         drop(stored);
-        drop(freed);
+        drop(stale);
         found
     }
 

@@ -45,7 +45,7 @@ impl LocalSide {
     ///
     /// # Errors
     /// - NoRegion: a region is closed.
-    /// - BadState: a region is disabled or is being refreshed.
+    /// - BadState: a region is disabled, or is being refreshed or revoked.
     /// - AccessDenied: a region does not grant `right`, or [`check_endpoint`] refuses the use of
     ///   the region through `endpoint`.
     #[inline]
@@ -109,7 +109,7 @@ impl RemoteSide {
     /// # Errors
     /// - InvalidKey: a key names no region or window of the target's domain, or is a single-use key
     ///   that was used.
-    /// - BadState: a region is disabled or is being refreshed.
+    /// - BadState: a region is disabled, or is being refreshed or revoked.
     /// - AccessDenied: a key grants no right in `any_of`, or [`check_peer`] refuses the access.
     #[inline]
     pub(super) fn hold(

@@ -324,7 +324,7 @@ impl Region {
 impl Refusal {
     /// Returns the error for a peer's key that cannot be used: InvalidKey for
     /// [`Refusal::NoRegion`] and [`Refusal::Revoked`], and BadState if the region is disabled or
-    /// being refreshed.
+    /// being refreshed or revoked.
     pub(super) fn of_key(self) -> Error {
         match self {
             Self::NoRegion => {
@@ -341,7 +341,7 @@ impl Refusal {
 
     /// Returns the error for a local descriptor that cannot be used: NoRegion for
     /// [`Refusal::NoRegion`] and [`Refusal::Revoked`], and BadState if the region is disabled or
-    /// being refreshed.
+    /// being refreshed or revoked.
     pub(super) fn of_descriptor(self) -> Error {
         match self {
             Self::NoRegion => Error::new(ErrorKind::NoRegion, "transfer")

@@ -64,8 +64,8 @@ use super::{
 
 type ReadGuard = ArcRwLockReadGuard<RawRwLock, Region>;
 
-/// A guard of a region in use by a transfer. The region is neither deregistered nor refreshed until
-/// the guard is dropped.
+/// A guard of a region in use by a transfer. The region is neither deregistered, refreshed nor
+/// revoked until the guard is dropped.
 #[derive(Debug)]
 pub(super) struct RegionGuard {
     pub(super) token: Token,
@@ -236,7 +236,7 @@ impl IndexTable {
 impl RegionTable {
     /// Takes a guard of the region that a handle of the domain names. The region stays registered
     /// until the guard is dropped. The call never waits for a region's lock: it fails if the region
-    /// is being refreshed.
+    /// is being refreshed or revoked.
     #[inline(always)]
     pub(super) fn hold(&self, domain: u32, token: Token) -> Result<RegionGuard, Refusal> {
         let live = self.slots.find(domain, token).ok_or(Refusal::NoRegion)?;
@@ -404,7 +404,8 @@ impl Regions {
     /// Calls `look` with a live region, enabled or not. Waits for a refresh but not for transfers.
     ///
     /// Another thread may deregister the region at the same time, unless the region has a
-    /// dependent. `look` may then see the region without pieces.
+    /// dependent. `look` may then see the region without pieces. A revocation removes the pieces of
+    /// a region with dependents too.
     ///
     /// # Errors
     /// - NoRegion: the handle is stale.

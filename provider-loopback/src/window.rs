@@ -637,7 +637,7 @@ impl Windows {
     /// # Errors
     /// - InvalidKey: no window has the key, or its region is closed.
     /// - AccessDenied: the key grants no right in `any_of`, or no access through `endpoint`.
-    /// - BadState: the region is disabled or is being refreshed.
+    /// - BadState: the region is disabled, or is being refreshed or revoked.
     pub(super) fn hold(
         &self,
         key: u64,

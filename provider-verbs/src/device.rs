@@ -281,6 +281,7 @@ impl OpenDevice {
     /// Returns true if the vendor id is that of the driver rdma_rxe. That driver dereferences a
     /// null pointer when a free window is invalidated, and does not enforce the bounds of windows.
     /// Its flag for invalidated keys in work completions also differs from that of other drivers.
+    /// It reports a refused local key as a flushed request.
     pub(super) fn is_rxe(&self) -> bool {
         self.attr.vendor_id == RXE_VENDOR
     }

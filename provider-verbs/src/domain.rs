@@ -417,8 +417,7 @@ impl NicLife for VerbsDomain {
 /// sends a byte of each registration from one queue pair to another of this domain.
 impl Revocations for VerbsDomain {
     fn is_revoked(&self, region: ProviderRegion) -> bool {
-        let is_revoked = |region: &Region| Ok(region.revoked.load(Ordering::Acquire));
-        self.state.regions.with(region, "check region", is_revoked).is_ok_and(|revoked| revoked)
+        self.state.regions.is_revoked(region)
     }
 
     fn check_revoked(&self, handle: ProviderRegion) -> Result<bool> {
@@ -427,18 +426,19 @@ impl Revocations for VerbsDomain {
         let regions = &self.state.regions;
         // Host pages are pinned, or follow the mapping: nobody revokes them.
         let revocable = |region: &Region| {
-            let may_end = region.cpu == CpuAccess::None && !region.revoked.load(Ordering::Acquire);
-            let parts = region.parts.iter().filter(|_| may_end);
-            Ok(parts.map(|part| part.key).collect::<Vec<_>>())
+            let revoked = region.revoked.load(Ordering::Acquire);
+            let parts = region.parts.iter().filter(|_| region.cpu == CpuAccess::None && !revoked);
+            Ok((revoked, parts.map(|part| part.key).collect::<Vec<_>>()))
         };
-        let keys = regions.with(handle, OPERATION, revocable)?;
-        if !keys.is_empty() && self.refuses_any(&keys)? {
-            regions.with(handle, OPERATION, |region| region.set_revoked(&keys, OPERATION))?;
-            let ranges: Vec<_> = keys.iter().map(|key| key.range).collect();
-            tracing::warn!(nic = %self.attr().nic, ?ranges, "registered memory was revoked");
-            self.state.listeners.notify(&ranges);
+        let (revoked, keys) = regions.with(handle, OPERATION, revocable)?;
+        if keys.is_empty() || !self.refuses_any(&keys)? {
+            return Ok(revoked);
         }
-        Ok(self.is_revoked(handle))
+        regions.with(handle, OPERATION, |region| region.set_revoked(&keys, OPERATION))?;
+        let ranges: Vec<_> = keys.iter().map(|key| key.range).collect();
+        tracing::warn!(nic = %self.attr().nic, ?ranges, "registered memory was revoked");
+        self.state.listeners.notify(&ranges);
+        Ok(true)
     }
 
     fn listen(&self, listener: Weak<dyn Invalidator>) {

@@ -350,7 +350,8 @@ impl Regions {
             }
             held.get().check_unbound(operation)?;
             let kind = Kind::Changing(Arc::clone(&lock));
-            let stand_in = Region::without_parts(Access::empty(), kind);
+            let mut stand_in = Region::without_parts(Access::empty(), kind);
+            *stand_in.revoked.get_mut() = held.get().revoked.load(Ordering::Acquire);
             Ok(std::mem::replace(held.get_mut(), stand_in))
         })?;
         let mut changed = RegionInChange { regions: self, handle, region };
@@ -374,6 +375,13 @@ impl Regions {
     /// the driver reads memory, which another thread could otherwise deregister and free.
     pub(super) fn hold(&self) -> Held<'_> {
         Held(self.map.read())
+    }
+
+    /// Returns true if a check found that the memory of the region was revoked. Returns false for a
+    /// handle that names no region.
+    pub(super) fn is_revoked(&self, region: ProviderRegion) -> bool {
+        let map = self.map.read_recursive();
+        map.get(&region.token).is_some_and(|region| region.revoked.load(Ordering::Acquire))
     }
 
     /// Calls `with` with a region, under the table's read lock. So no thread deregisters the region

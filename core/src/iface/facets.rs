@@ -92,8 +92,8 @@ pub struct DmaBufExport {
     pub len: u64,
     /// The dma-buf mapping of the export.
     pub mapping: DmaBufMapping,
-    /// The means by which an exporter in this process revokes the dma-buf. `None` for the dma-buf
-    /// of a kernel driver, which revokes it in the kernel.
+    /// The means by which an exporter in this process revokes the dma-buf. `None` if only a kernel
+    /// driver can revoke the dma-buf.
     pub revocation: Option<Revocation>,
 }
 

@@ -89,7 +89,7 @@ pub enum Backing<'a> {
         mapping: DmaBufMapping,
         /// The means by which an exporter in this process revokes the dma-buf. A software provider
         /// attaches to it, and ends all accesses once it is revoked. A provider over a kernel
-        /// driver ignores it, because exporters in the kernel notify that driver.
+        /// driver ignores it: such a driver learns of revocations from the kernel only.
         revocation: Option<&'a Revocation>,
     },
     /// A device address that a peer-memory client resolves.

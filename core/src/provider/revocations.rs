@@ -48,8 +48,8 @@ impl RevocationListeners {
         listeners.push(listener);
     }
 
-    /// Notifies all listeners that the memory of a region was revoked. `ranges` are the ranges of
-    /// the region's dma-bufs.
+    /// Notifies all listeners that the memory of a region was revoked. `ranges` are the
+    /// revoked ranges, or all ranges of the region if the provider cannot tell which are revoked.
     pub fn notify(&self, ranges: &[AddressRange]) {
         let listeners: Vec<_> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
         for listener in listeners {

@@ -141,9 +141,9 @@ impl Simulated {
     }
 
     /// Revokes all dma-bufs that were exported from the allocation at `address`, as the driver of a
-    /// device does when the device is reset. When the call returns, the software NIC accesses them
-    /// no more. Later exports are not revoked. Returns false if no dma-buf was exported since the
-    /// last revocation.
+    /// device does when the device is reset. When a call returns true, the software NIC accesses
+    /// them no more. Later exports are not revoked. Returns false if no dma-buf was exported since
+    /// the last revocation began.
     ///
     /// Kernel drivers that imported a genuine dma-buf do not learn of the revocation.
     ///
