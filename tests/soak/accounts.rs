@@ -188,6 +188,25 @@ pub(crate) fn fds() -> Vec<String> {
     links.map(|to| to.display().to_string()).collect()
 }
 
+/// Returns a line for each thread of this process's children: its name, the kernel function in which
+/// it sleeps, and its system call.
+pub(crate) fn threads_of_children() -> String {
+    let mut lines = String::new();
+    for task in read_dir("/proc/self/task").expect("/proc").flatten() {
+        let children = read_to_string(task.path().join("children")).unwrap_or_default();
+        for child in children.split_whitespace() {
+            let Ok(threads) = read_dir(format!("/proc/{child}/task")) else { continue };
+            for thread in threads.flatten() {
+                let [name, sleep, call] = ["comm", "wchan", "syscall"]
+                    .map(|file| read_to_string(thread.path().join(file)).unwrap_or_default());
+                let (name, call) = (name.trim(), call.trim());
+                lines += &format!("  child {child}: {name} sleeps in {sleep}, call {call}\n");
+            }
+        }
+    }
+    lines
+}
+
 /// Returns the largest resident size of this process so far in KiB.
 pub(crate) fn peak_kib() -> u64 {
     let status = read_to_string("/proc/self/status").expect("/proc");

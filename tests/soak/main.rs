@@ -23,7 +23,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use accounts::{Check, Resources, fds, peak_kib};
+use accounts::{Check, Resources, fds, peak_kib, threads_of_children};
 use load::{Load, Me, Shared};
 use trials::{Outcome, Skipped, trials};
 use workers::{WORKERS, second};
@@ -144,10 +144,11 @@ fn main() -> ExitCode {
 fn fail(shared: &Shared, panic: &PanicHookInfo<'_>) {
     let name = thread::current().name().unwrap_or("a thread").to_owned();
     eprintln!(
-        "soak: FAILED in {}{name}: {panic}\n{}  fds: {:?}",
+        "soak: FAILED in {}{name}: {panic}\n{}  fds: {:?}\n{}",
         shared.process(),
         shared.dump(),
-        fds()
+        fds(),
+        threads_of_children()
     );
     // SAFETY: ends the process, also a forked child, without destructors.
     unsafe { libc::_exit(1) };
