@@ -188,8 +188,8 @@ pub(crate) fn fds() -> Vec<String> {
     links.map(|to| to.display().to_string()).collect()
 }
 
-/// Returns a line for each thread of this process's children: its name, the kernel function in which
-/// it sleeps, and its system call.
+/// Returns a line for each thread of this process's children: its name, the kernel function in
+/// which it sleeps, and its system call.
 pub(crate) fn threads_of_children() -> String {
     let mut lines = String::new();
     for task in read_dir("/proc/self/task").expect("/proc").flatten() {
