@@ -584,16 +584,25 @@ fn every_cause_is_named_in_its_registration_and_explanation() {
     assert!(unmet.is_empty(), "causes without a scene: {unmet:?}");
 }
 
+/// Registers and explains memory of CUDA that the NIC refuses with `errnos`. Checks the causes of
+/// the first refusal, in their order. Returns the traces.
+fn refused_with_causes(errnos: &'static [i32], causes: &[&str]) -> Vec<Trace> {
+    let traces = Scene { nic_answers: errnos, ..Scene::cuda() }.play();
+    for trace in &traces {
+        let error = trace[0].error.as_ref().expect("refused");
+        let names: Vec<_> = error.causes().iter().map(|cause| cause.name).collect();
+        assert_eq!(names, causes, "{trace}");
+    }
+    traces
+}
+
 /// DIAG-03
 ///
 /// A driver that refuses atomics for device memory answers EINVAL, as AMD's ionic does (mori 497).
 /// The error alone does not tell this from a wrong range, so both are listed.
 #[test]
 fn refusal_of_device_memory_that_grants_atomics_also_names_the_right() {
-    for trace in (Scene { nic_answers: &[22], ..Scene::cuda() }).play() {
-        let error = trace[0].error.as_ref().expect("refused");
-        let names: Vec<_> = error.causes().iter().map(|cause| cause.name).collect();
-        assert_eq!(names, ["beyond-the-export", "atomic-right"], "{trace}");
+    for trace in refused_with_causes(&[22], &["beyond-the-export", "atomic-right"]) {
         assert!(trace[0].to_string().contains("REMOTE_RMA_WRITE"), "{trace}");
     }
 }
@@ -603,11 +612,7 @@ fn refusal_of_device_memory_that_grants_atomics_also_names_the_right() {
 /// A NIC that is lost and an exporter that revoked its dma-buf both give ENODEV.
 #[test]
 fn dma_buf_refused_with_enodev_may_be_revoked() {
-    for trace in (Scene { nic_answers: &[19], ..Scene::cuda() }).play() {
-        let error = trace[0].error.as_ref().expect("refused");
-        let names: Vec<_> = error.causes().iter().map(|cause| cause.name).collect();
-        assert_eq!(names, ["nic-lost", "dma-buf-revoked"], "{trace}");
-    }
+    refused_with_causes(&[19], &["nic-lost", "dma-buf-revoked"]);
 }
 
 /// DIAG-03

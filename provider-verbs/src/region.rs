@@ -618,3 +618,23 @@ pub(super) fn release(pd: &ProtectionDomain, part: &RegionPart) -> Result<()> {
             .remedy("free the windows first that other code has bound to the region")
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// LIFE-07
+    #[test]
+    fn region_stays_revoked_while_its_rights_change() {
+        let regions = Regions::default();
+        let region = regions.insert(Region::without_parts(Access::empty(), Kind::Registered));
+        let set = |region: &Region| region.set_revoked(&[], "check region");
+        regions.with(region, "check region", set).expect("mark");
+        let changed = regions.change(region, "change", |_| {
+            assert!(regions.is_revoked(region), "during the change");
+            Ok(())
+        });
+        changed.expect("change");
+        assert!(regions.is_revoked(region), "after the change");
+    }
+}
