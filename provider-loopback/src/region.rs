@@ -58,7 +58,8 @@ pub(super) struct RegionAttr {
     pub(super) persistent: bool,
     /// True with MR_SINGLE_USE: the key is valid for one access by a peer.
     pub(super) single_use: bool,
-    /// True if the region is enabled from its registration on.
+    /// True if peers can use the key as soon as the memory is registered. False for a region that
+    /// the application enables later (`FI_MR_ENDPOINT`, `FI_RMA_EVENT`).
     pub(super) enabled: bool,
 }
 

@@ -136,7 +136,7 @@ const HANDLE_BIT: u64 = 1 << 63;
 #[derive(Debug, Default)]
 pub(super) struct Regions {
     map: RwLock<FxHashMap<u64, Region>>,
-    /// Number of the next handle ([`HANDLE_BIT`]).
+    /// The next local key that is a handle of the provider, without its bit [`HANDLE_BIT`].
     next: AtomicU64,
 }
 

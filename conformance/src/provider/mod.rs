@@ -452,7 +452,8 @@ behaviours! {
     /// fails later, its event has the error, and the region can be closed.
     only_a_failure_after_the_call_emits_an_event;
     /// Requirement MR-10: before a registration completes, the region has neither descriptor nor
-    /// key, and can be neither enabled nor divided. Peers do not reach it with the requested key.
+    /// key. It cannot be enabled, and has no sub-regions and windows. The key that the application
+    /// asked for gives peers no access yet.
     pending_region_has_neither_descriptor_nor_key, CONTROL;
     /// Requirement EVT-03: the close of a region waits for a registration in the driver, and
     /// cancels one that has not begun. Each registration has its one event, and nothing stays

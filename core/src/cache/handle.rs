@@ -231,7 +231,8 @@ impl<S: CacheBackend> Cache<S> {
     ///
     /// # Errors
     /// [`ErrorKind::Busy`] if an entry has a lease or is being registered, if the backend refused
-    /// to deregister a region, or if the kernel began to refuse `membarrier(2)`.
+    /// to deregister a region. Also if the kernel refuses `membarrier(2)`, without which the cache
+    /// cannot tell whether an entry has a lease.
     pub fn try_clear(&self) -> Result<()> {
         self.evict_idle();
         // Waits for the worker, which may be deregistering entries that were invalidated meanwhile.

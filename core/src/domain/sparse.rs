@@ -158,8 +158,10 @@ struct Part {
 }
 
 impl Part {
-    /// Returns false if the identity of the memory has changed, or cannot be compared. Returns true
-    /// for memory whose changes a monitor notifies, and for memory that nothing watches.
+    /// Returns true if the part still has the memory that was registered, as far as this call must
+    /// find out. If a monitor notifies of changes, or if no monitor can watch the memory, the call
+    /// compares nothing and returns true. Otherwise it compares the identity of the memory, and
+    /// returns false if that has changed or cannot be read.
     fn is_current(&self) -> bool {
         let Some(watch) = self.watch.as_ref().filter(|watch| watch.needs_validation()) else {
             return true;

@@ -136,7 +136,8 @@ struct SelfLink<'a> {
     search: &'a PathSearch<'a>,
     /// The length of a page in bytes.
     page: u64,
-    /// The two pages. They are leaked if the NIC might still access them.
+    /// The source page and the destination page of the host's transfer. If their region cannot be
+    /// deregistered, the pages are leaked, because the NIC might still access them.
     memory: ManuallyDrop<Mapping>,
     region: ProviderRegion,
     ends: Vec<Arc<dyn ProviderEndpoint>>,

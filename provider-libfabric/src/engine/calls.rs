@@ -75,8 +75,9 @@ impl Engine {
         }
     }
 
-    /// Posts a part if libfabric takes it now. Returns true if the part must wait longer. Adds a
-    /// part that failed or is canceled to `round`.
+    /// Posts a part of an application's request, if libfabric takes the part now. Returns true if
+    /// the part must wait longer. Adds a part that libfabric refused, or that an earlier failure
+    /// cancels, to the lists of `round`.
     pub(super) fn post_part(
         &mut self,
         hub: &Hub,
