@@ -191,12 +191,12 @@ pub fn open_endpoint(
     Ok((domain.open_endpoint(&attr)?, cq))
 }
 
-/// Waits until `reached` returns true. Panics after a minute, so that a test fails instead of
+/// Waits until `reached` returns true. Panics after 10 seconds, so that a test fails instead of
 /// hanging. `what` names the awaited event in the panic.
 pub fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + Duration::from_secs(10);
     while !reached() {
-        assert!(Instant::now() < deadline, "{what} did not happen within a minute");
+        assert!(Instant::now() < deadline, "{what} did not happen within 10 seconds");
         // Lets the other processor of an emulated machine run in the meantime.
         std::hint::spin_loop();
         std::thread::yield_now();
