@@ -9,18 +9,16 @@
 #[allow(dead_code, reason = "other benches use the rest of it")]
 mod report;
 
-use std::{hint::black_box, sync::Arc, time::Duration};
+use std::{hint::black_box, sync::Arc};
 
-use criterion::Criterion;
 use hmem::{
     Address, AllocationKind, DeviceId, Iface, IfaceExt, Registry,
     iface::AllocRequest,
     system::{Simulated, System},
 };
-use report::{Row, Target};
+use report::{Target, alternating};
 
 const ALLOCATIONS: usize = 100_000;
-const GROUP: &str = "lookup";
 
 /// Shuffles items in a fixed pseudo-random order (xorshift64), which is the same in every run.
 fn shuffled<T>(mut items: Vec<T>) -> Vec<T> {
@@ -39,7 +37,6 @@ fn shuffled<T>(mut items: Vec<T>) -> Vec<T> {
 struct CacheLine(u64);
 
 fn main() {
-    report::forget(GROUP);
     let simulated = Arc::new(Simulated::builder().build().expect("the simulated device starts"));
     let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
     let allocations: Vec<_> = (0..ALLOCATIONS)
@@ -59,43 +56,34 @@ fn main() {
     let host = vec![0u8; 4096];
     let host = Address::of_ptr(host.as_ptr());
 
-    let mut criterion =
-        Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
-    let mut group = criterion.benchmark_group(GROUP);
-    let mut at = 0;
-    group.bench_function("device_100000", |bencher| {
-        bencher.iter(|| {
-            at = if at + 1 == ALLOCATIONS { 0 } else { at + 1 };
-            registry.owner_of(black_box(addresses[at])).expect("a lookup does not fail").device
-        });
-    });
-    group.bench_function("host_with_devices", |bencher| {
-        bencher.iter(|| registry.owner_of(black_box(host)).expect("a lookup does not fail").iface);
-    });
-    group.bench_function("limit_random_load", |bencher| {
-        bencher.iter(|| {
-            at = if at + 1 == ALLOCATIONS { 0 } else { at + 1 };
-            lines[black_box(places[at])].0
-        });
-    });
-    group.bench_function("limit_two_compares", |bencher| {
-        let window = simulated.window();
-        bencher.iter(|| black_box(window).contains(black_box(host)));
-    });
-    group.finish();
-    report::print(&[
-        Row {
-            what: "address among 100,000 device allocations / one random load",
-            ours: "lookup/device_100000",
-            reference: "lookup/limit_random_load",
-            target: Target::Nanoseconds(30.0),
-        },
-        Row {
-            what: "host address with devices present / two compares",
-            ours: "lookup/host_with_devices",
-            reference: "lookup/limit_two_compares",
-            target: Target::Nanoseconds(5.0),
-        },
+    let next = |at: &mut usize| {
+        *at = if *at + 1 == ALLOCATIONS { 0 } else { *at + 1 };
+        *at
+    };
+    let owner = |address| registry.owner_of(black_box(address)).expect("a lookup does not fail");
+    let (mut of_lookup, mut of_load) = (0, 0);
+    let window = simulated.window();
+    alternating::print(vec![
+        alternating::compare(
+            "address among 100,000 device allocations / one random load",
+            Target::Nanoseconds(30.0),
+            || {
+                black_box(owner(addresses[next(&mut of_lookup)]).device);
+            },
+            || {
+                black_box(lines[black_box(places[next(&mut of_load)])].0);
+            },
+        ),
+        alternating::compare(
+            "host address with devices present / two compares",
+            Target::Nanoseconds(5.0),
+            || {
+                black_box(owner(host).iface);
+            },
+            || {
+                black_box(black_box(window).contains(black_box(host)));
+            },
+        ),
     ]);
     for allocation in &allocations {
         // SAFETY: nothing refers to the device memory, and each allocation is freed once.

@@ -9,9 +9,8 @@
 #[allow(dead_code, reason = "other benches use the rest of it")]
 mod report;
 
-use std::{collections::HashMap, hint::black_box, sync::Arc, time::Duration};
+use std::{collections::HashMap, hint::black_box, sync::Arc};
 
-use criterion::Criterion;
 use hmem::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Hmem, Iface, Path,
     iface::AllocRequest,
@@ -19,9 +18,8 @@ use hmem::{
     path::P2pPolicy,
     system::{DeviceCall, DmaBufKind, P2pMatrix, Simulated},
 };
-use report::{Row, Target};
+use report::{Target, alternating};
 
-const GROUP: &str = "path";
 /// Number of simulated devices and of NICs, as in a node with eight GPUs. Each NIC reaches only
 /// half of the devices by a direct path.
 const DEVICES: u32 = 8;
@@ -103,7 +101,6 @@ impl Node {
 }
 
 fn main() {
-    report::forget(GROUP);
     let node = Node::new();
     node.faults.start_counting();
     let pairs = u64::from(DEVICES * NICS);
@@ -128,26 +125,19 @@ fn main() {
     let paths = node.hmem.paths();
     assert!(paths.remembered(&owner, attr, P2pPolicy::Enabled, None, false).is_some());
 
-    let mut criterion =
-        Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
-    let mut group = criterion.benchmark_group(GROUP);
-    group.bench_function("remembered", |bencher| {
-        bencher.iter(|| {
-            paths.remembered(black_box(&owner), black_box(attr), P2pPolicy::Enabled, None, false)
-        });
-    });
     let known: HashMap<(u32, u32, String), Arc<u64>> = (0..DEVICES * NICS)
         .map(|pair| ((0x100, pair / NICS, nic(pair % NICS)), Arc::new(u64::from(pair))))
         .collect();
     let key = (0x100, 5, nic(3));
-    group.bench_function("limit_hash_map", |bencher| {
-        bencher.iter(|| known.get(black_box(&key)).cloned());
-    });
-    group.finish();
-    report::print(&[Row {
-        what: "path chosen before / std's HashMap by (iface, device, NIC name)",
-        ours: "path/remembered",
-        reference: "path/limit_hash_map",
-        target: Target::Nanoseconds(100.0),
-    }]);
+    let policy = P2pPolicy::Enabled;
+    alternating::print(vec![alternating::compare(
+        "path chosen before / std's HashMap by (iface, device, NIC name)",
+        Target::Nanoseconds(100.0),
+        || {
+            black_box(paths.remembered(black_box(&owner), black_box(attr), policy, None, false));
+        },
+        || {
+            black_box(known.get(black_box(&key)).cloned());
+        },
+    )]);
 }

@@ -14,15 +14,12 @@ use std::{
     hint::black_box,
     io::{Cursor, Read},
     path::{Path, PathBuf},
-    time::Duration,
 };
 
-use criterion::Criterion;
 use flate2::read::GzDecoder;
 use hmem::p2p::topology::Topology;
-use report::{Row, Target};
+use report::{Target, alternating};
 
-const GROUP: &str = "topology";
 const ARCHIVE: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/p2p/tests/fixtures/topology/dgx-a100.tar.gz");
 /// Goal for reading the topology, in nanoseconds.
@@ -49,7 +46,6 @@ fn files(folder: &Path, found: &mut Vec<PathBuf>) {
 }
 
 fn main() {
-    report::forget(GROUP);
     let shared = Path::new("/dev/shm");
     let parent = if shared.is_dir() { shared.to_owned() } else { std::env::temp_dir() };
     let folder = parent.join(format!("hmem-bench-topology-{}", std::process::id()));
@@ -57,48 +53,37 @@ fn main() {
     let mut all = Vec::new();
     files(&folder, &mut all);
 
-    let mut criterion =
-        Criterion::default().measurement_time(Duration::from_secs(3)).without_plots();
-    let mut group = criterion.benchmark_group(GROUP);
-    group.bench_function("archive", |bencher| {
-        bencher.iter(|| Topology::open(ARCHIVE).expect("the recording is readable"));
-    });
-    group.bench_function("limit_unpack", |bencher| {
-        bencher.iter(|| {
-            let mut archive = archive();
-            let mut bytes = Vec::new();
-            for entry in archive.entries_with_seek().expect("the recording is a tar archive") {
-                let mut entry = entry.expect("the entry is readable");
-                bytes.clear();
-                entry.read_to_end(&mut bytes).expect("the entry's contents are readable");
-                black_box(&bytes);
-            }
-        });
-    });
-    group.bench_function("folder", |bencher| {
-        bencher.iter(|| Topology::open(&folder).expect("the folder is readable"));
-    });
-    group.bench_function("limit_read_files", |bencher| {
-        bencher.iter(|| {
-            all.iter()
-                .map(|file| fs::read(file).expect("the file is readable").len())
-                .sum::<usize>()
-        });
-    });
-    group.finish();
-    report::print(&[
-        Row {
-            what: "a DGX A100 from its archive / unpacking the archive",
-            ours: "topology/archive",
-            reference: "topology/limit_unpack",
-            target: Target::Nanoseconds(GOAL),
-        },
-        Row {
-            what: "a DGX A100 from a folder / reading the folder's files",
-            ours: "topology/folder",
-            reference: "topology/limit_read_files",
-            target: Target::Nanoseconds(GOAL),
-        },
+    let read = |from: &Path| {
+        black_box(Topology::open(from).expect("the recording is readable"));
+    };
+    let unpack = || {
+        let mut archive = archive();
+        let mut bytes = Vec::new();
+        for entry in archive.entries_with_seek().expect("the recording is a tar archive") {
+            let mut entry = entry.expect("the entry is readable");
+            bytes.clear();
+            entry.read_to_end(&mut bytes).expect("the entry's contents are readable");
+            black_box(&bytes);
+        }
+    };
+    let read_files = || {
+        for file in &all {
+            black_box(fs::read(file).expect("the file is readable"));
+        }
+    };
+    alternating::print(vec![
+        alternating::compare(
+            "a DGX A100 from its archive / unpacking the archive",
+            Target::Nanoseconds(GOAL),
+            || read(Path::new(ARCHIVE)),
+            unpack,
+        ),
+        alternating::compare(
+            "a DGX A100 from a folder / reading the folder's files",
+            Target::Nanoseconds(GOAL),
+            || read(&folder),
+            read_files,
+        ),
     ]);
     fs::remove_dir_all(&folder).expect("remove the unpacked folder");
 }
