@@ -240,6 +240,19 @@ fn whole_segment_is_tried_before_the_allocation() {
 
 /// LIFE-05
 #[test]
+fn range_of_whole_segments_is_not_exported_by_segments_again() {
+    let world = world(|vendor| {
+        vendor.segment_len = Some(step());
+        vendor.less = refused;
+    });
+    let buffer = world.buffer(AllocationKind::Device, 3 * step());
+    let region = register(&world.domain, part(&buffer, step(), step()));
+    let found = decision(&region);
+    assert_eq!(units(found), [(RANGE, false), (ALLOCATION, true)], "{found}");
+}
+
+/// LIFE-05
+#[test]
 fn range_over_several_segments_is_exported_by_whole_segments() {
     let world = world(|vendor| {
         vendor.segment_len = Some(step());
