@@ -1060,6 +1060,8 @@ fn ranks_give_the_required_order_for_every_refusal() {
         let listed = |row: &&RefusalCause| ORDER.contains(&row.name);
         let rows: Vec<_> = causes_of(iface).iter().chain(CAUSES).filter(listed).collect();
         let mut compare = |context: RefusalContext<'_>| {
+            // The other rows fit the refusal on no machine.
+            let rows: Vec<_> = rows.iter().copied().filter(|row| row.may_fit(&context)).collect();
             for facts in &machines {
                 let fitting = rows.iter().filter(|row| row.fits(&context, facts));
                 let first = fitting.filter_map(|row| place(row)).min().map(|at| ORDER[at]);
