@@ -60,8 +60,11 @@ pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
         state ^= state << 17;
         state.to_le_bytes()
     };
-    let mut bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| next()).collect();
-    bytes.truncate(len);
+    let mut bytes = vec![0; len];
+    // Whole words: unoptimised code is slow at single bytes.
+    for word in bytes.chunks_mut(8) {
+        word.copy_from_slice(&next()[..word.len()]);
+    }
     bytes
 }
 
