@@ -87,13 +87,14 @@ mod cases {
     /// Frees and allocates through a second iface, which stands for the application. Only the
     /// runtime's callback notifies the iface under test.
     pub(crate) fn address_reuse_is_never_a_hit() -> Outcome {
-        const ROUNDS: u64 = 10_000;
         let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, true);
+        // The fake reuses the address in every round, so that a stale hit would show at once.
+        let rounds = if fixture.fake.is_some() { 1_000 } else { 10_000 };
         let application = open(fixture.fake.as_ref());
         let cache = fixture.domain.cache().expect("a cache");
         assert_eq!(cache.monitor(IfaceKind::ROCR).expect("a monitor").name, "rocr-callback");
         let (mut ids, mut reused, mut last) = (HashSet::new(), 0, Address(0));
-        for round in 0..ROUNDS {
+        for round in 0..rounds {
             let request =
                 AllocRequest { len: 8192, device: DeviceId(0), kind: AllocationKind::Device };
             let memory = application.allocate(&request).expect("allocate");
@@ -115,9 +116,9 @@ mod cases {
             }
         }
         let statistics = cache.statistics();
-        assert_eq!((statistics.misses, statistics.hits), (ROUNDS, ROUNDS));
-        assert_eq!(statistics.invalidations(InvalidationCause::Free), ROUNDS);
-        assert!(reused > ROUNDS / 2, "only {reused} addresses were reused, so the test is void");
+        assert_eq!((statistics.misses, statistics.hits), (rounds, rounds));
+        assert_eq!(statistics.invalidations(InvalidationCause::Free), rounds);
+        assert!(reused > rounds / 2, "only {reused} addresses were reused, so the test is void");
         application.close().map_err(hmem::Error::from).expect("close");
         fixture.end();
         Ok(())
