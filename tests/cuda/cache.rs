@@ -199,7 +199,7 @@ pub(crate) fn with_each_monitor(rounds_each: u32, show: impl Fn(&Link, CudaMonit
 /// reallocations in total.
 #[test]
 fn reallocated_cuda_memory_is_never_a_stale_hit() {
-    with_each_monitor(200, |link, monitor, count| {
+    with_each_monitor(50, |link, monitor, count| {
         for freed in [Freed::ThroughTheIface, Freed::ByTheApplication] {
             let shown = rounds(link, AllocationKind::Device, freed, count);
             assert_reused(shown.reused == count - 1);
@@ -243,7 +243,7 @@ fn ten_thousand_reallocations_are_never_a_stale_hit() {
 /// Covers host, managed, stream-ordered and VMM memory.
 #[test]
 fn each_kind_of_cuda_memory_is_cached_by_its_own_rule() {
-    with_each_monitor(20, |link, monitor, count| {
+    with_each_monitor(8, |link, monitor, count| {
         let kinds = [
             AllocationKind::Host,
             AllocationKind::Managed,
