@@ -94,6 +94,7 @@ impl fmt::Display for MemorySort {
 /// Allocates zeroed heap memory. Returns an error, unlike `vec!`, if the process cannot have that
 /// much memory.
 pub(crate) fn heap(len: u64) -> Result<Vec<u8>> {
+    const ZEROS: [u8; 1024] = [0; 1024];
     let refused = || {
         Error::new(ErrorKind::OutOfResources, "allocate")
             .context("length", len)
@@ -102,7 +103,10 @@ pub(crate) fn heap(len: u64) -> Result<Vec<u8>> {
     let len = usize::try_from(len).map_err(|_| refused())?;
     let mut memory = Vec::new();
     memory.try_reserve_exact(len).map_err(|_| refused())?;
-    memory.resize(len, 0);
+    // Without optimisation, `Vec::resize` writes byte by byte.
+    while memory.len() < len {
+        memory.extend_from_slice(&ZEROS[..ZEROS.len().min(len - memory.len())]);
+    }
     Ok(memory)
 }
 
