@@ -63,6 +63,11 @@ impl Shared {
         self.workers.iter().all(|worker| worker.steps.load(Relaxed) > 0)
     }
 
+    /// Returns the number of steps of each worker.
+    pub(crate) fn progress(&self) -> [u64; WORKERS.len()] {
+        std::array::from_fn(|at| self.workers[at].steps.load(Relaxed))
+    }
+
     /// Returns the start of each line that this process prints.
     pub(crate) fn process(&self) -> &'static str {
         if self.second { "second process: " } else { "" }
