@@ -222,12 +222,17 @@ fn announced_advices_are_those_that_raise_events() {
         (libc::MADV_REMOVE, libc::MAP_SHARED, true),
         (GUARD_INSTALL, libc::MAP_PRIVATE, false),
     ];
-    for (advice, sharing, raises) in advices {
+    // Each advice has memory of its own: a subscription is also told of discards of its range that
+    // may still be in progress.
+    let blocks = advices.map(|(_, sharing, _)| {
         let flags = sharing | libc::MAP_ANONYMOUS;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: the kernel chooses the address, so the new mapping replaces no other.
         let block = unsafe { libc::mmap(ptr::null_mut(), page, prot, flags, -1, 0) };
         assert_ne!(block, libc::MAP_FAILED);
+        block
+    });
+    for ((advice, _, raises), block) in advices.into_iter().zip(blocks) {
         let (here, recorder) = (range(block, page), Recorder::new());
         let subscription = monitor.subscribe(here, Arc::<Recorder>::clone(&recorder)).unwrap();
         // SAFETY: the page belongs to this function.
