@@ -298,6 +298,20 @@ mod tests {
         assert_eq!(pool.held(), 0);
     }
 
+    /// BNC-02: a claim for the whole share of its purpose reserves the free buffers, so that later
+    /// claims for another purpose do not keep it waiting for ever.
+    #[test]
+    fn claim_for_a_whole_share_is_not_overtaken() {
+        let pool = pool(8, 4);
+        let held = Claim::new(&pool).take(3, Use::Rma).unwrap();
+        let mut message = Claim::new(&pool);
+        assert_eq!(pool.share(Use::Receive), 2);
+        assert!(message.take(2, Use::Receive).is_none(), "one buffer is free");
+        assert!(Claim::new(&pool).take(1, Use::Rma).is_none());
+        drop(held);
+        assert!(message.take(2, Use::Receive).is_some());
+    }
+
     /// BNC-02: messages that wait for their peers leave buffers of the pool for RMA.
     #[test]
     fn messages_that_wait_for_peers_leave_buffers_for_rma() {

@@ -224,6 +224,24 @@ fn failed_bind_of_type_2a_does_not_keep_its_endpoint_open() {
 
 /// MW-04
 ///
+/// Closing the endpoint ends a binding that no transfer uses, so that the close of the region has
+/// nothing left to end.
+#[test]
+fn close_of_an_endpoint_ends_its_unused_bindings() {
+    let faults = Faults::new();
+    let provider = Loopback::builder().faults(&faults).build().unwrap();
+    let scene = Scene::new(Pair::new(provider, MrMode::empty()));
+    let there = &scene.pair.there;
+    let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
+    scene.post_bind(there, window, 64, Addressing::Virtual, 3).unwrap();
+    faults.start_counting();
+    there.endpoint.close().unwrap();
+    there.domain.deregister(scene.region).unwrap();
+    assert_eq!(faults.calls(NicCall::EndBinding), 0);
+}
+
+/// MW-04
+///
 /// Closing the endpoint invalidates the key of a type 2B window without a wait. Freeing the window
 /// then waits for the transfers.
 #[test]
