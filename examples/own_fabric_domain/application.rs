@@ -157,7 +157,7 @@ pub(crate) struct Endpoint {
     pub(crate) endpoint: *mut sys::fid_ep,
     /// Time after which a transfer counts as failed.
     pub(crate) limit: Duration,
-    queue: *mut sys::fid_cq,
+    pub(crate) queue: *mut sys::fid_cq,
     addresses: *mut sys::fid_av,
     _fabric: Arc<Fabric>,
 }
