@@ -5,7 +5,7 @@
 use std::{
     any::Any,
     ffi::{c_int, c_void},
-    fmt, mem,
+    fmt,
     os::fd::AsRawFd,
     ptr,
     sync::{Arc, atomic::Ordering},
@@ -30,7 +30,7 @@ use super::{
     errors,
     hub::{AliveMemory, Hub},
     listing::{Entry, Listing},
-    open::{DomainGuard, OpenDomain, Unfinished, close_all},
+    open::{DomainGuard, OpenDomain, close_all},
     region::{Kind, LOCAL_RIGHTS, Part, Parts, Region, Regions},
     settings::{EndpointPointer, Settings},
     staging::Staging,
@@ -298,35 +298,36 @@ impl FabricDomain {
         let regattr = unsafe { (*(*open.domain).mr).regattr };
         let regattr = regattr.ok_or_else(|| open.lacks(REGATTR))?;
         let mut mr = ptr::null_mut();
-        let mut call = |requested_key: u64| {
-            attr.requested_key = requested_key;
+        let chooses = key == KeyRequest::Provider && open.attr.mr_mode & sys::FI_MR_PROV_KEY == 0;
+        let mut left = if chooses { KEY_ATTEMPTS } else { 1 };
+        loop {
+            attr.requested_key = match key {
+                KeyRequest::Application(key) => key,
+                KeyRequest::Provider if chooses => {
+                    open.next_key.fetch_add(1, Ordering::Relaxed) & open.attr.key_mask()
+                }
+                KeyRequest::Provider => 0,
+            };
             let _guard = open.lock();
             // SAFETY: the owner keeps the domain open. The attributes, with the range that they
             // point to, outlive the call. The caller of `ProviderDomain::register` promised that
             // the NIC may access the range.
             let returned =
                 unsafe { regattr(open.domain.cast(), &raw const *attr, flags, &raw mut mr) };
-            open.check(REGATTR, returned).map_err(|error| match key {
-                KeyRequest::Application(key) => error.context("key", format_args!("{key:#x}")),
-                KeyRequest::Provider => error,
-            })
-        };
-        let registered = match key {
-            KeyRequest::Application(key) => call(key),
-            KeyRequest::Provider if open.attr.mr_mode & sys::FI_MR_PROV_KEY != 0 => call(0),
-            KeyRequest::Provider => {
-                let mut left = KEY_ATTEMPTS;
-                loop {
-                    let chosen = open.next_key.fetch_add(1, Ordering::Relaxed);
-                    left -= 1;
-                    match call(chosen & open.attr.key_mask()) {
-                        Err(error) if error.kind() == ErrorKind::NoKey && left > 0 => {}
-                        other => break other,
-                    }
+            left -= 1;
+            match open.check(REGATTR, returned) {
+                Ok(()) => break,
+                Err(error) if error.kind() == ErrorKind::NoKey && left > 0 => {}
+                Err(error) => {
+                    return Err(match key {
+                        KeyRequest::Application(key) => {
+                            error.context("key", format_args!("{key:#x}"))
+                        }
+                        KeyRequest::Provider => error,
+                    });
                 }
             }
-        };
-        registered?;
+        }
         if mr.is_null() {
             let why = "report this to the authors of the provider: it returned no region";
             return Err(open.refuse(ErrorKind::Driver, REGATTR, why));
@@ -444,15 +445,23 @@ unsafe impl ProviderDomain for FabricDomain {
         let endpoint = self.endpoint(Settings::of(request.extension))?;
         // Outside of ENDPOINT mode, only a region that waits for a counter is disabled at first.
         let enable = request.enabled && endpoint.is_some();
-        let mut made = Unfinished { open: &self.open, parts: Parts::new() };
+        let mut parts = Parts::new();
         for piece in pieces {
-            let part = self.register_piece(request, piece)?;
-            made.parts.push(part);
-            // SAFETY: the registration was made just now. The caller of `Settings::endpoint` or
-            // `Builder::endpoint` promised an open endpoint of the domain.
-            unsafe { self.open.start(&part, endpoint, enable) }?;
+            let made = self.register_piece(request, piece).and_then(|part| {
+                parts.push(part);
+                if endpoint.is_none() {
+                    return Ok(());
+                }
+                // SAFETY: the registration was made just now. The caller of `Settings::endpoint`
+                // or `Builder::endpoint` promised an open endpoint of the domain.
+                unsafe { self.open.start(&part, endpoint, enable) }
+            });
+            if let Err(error) = made {
+                let trouble = "a part of a refused region stays registered";
+                close_all(&self.open, &mut parts, trouble);
+                return Err(error);
+            }
         }
-        let parts = mem::take(&mut made.parts);
         let kind = match request.memory {
             RegisteredMemory::Host { .. } => Kind::Host,
             _ => Kind::Direct,

@@ -97,11 +97,17 @@ impl OpenDomain {
     }
 
     /// Converts the return value of a libfabric call to a result.
+    #[inline]
     pub(super) fn check(&self, operation: &'static str, returned: c_int) -> Result<()> {
         match returned {
             0 => Ok(()),
-            returned => Err(errors::call(self.name(), operation, returned)),
+            returned => Err(self.failed(operation, returned)),
         }
+    }
+
+    #[cold]
+    fn failed(&self, operation: &'static str, returned: c_int) -> Error {
+        errors::call(self.name(), operation, returned)
     }
 
     /// Calls `fi_control` of an object.
@@ -130,6 +136,7 @@ impl OpenDomain {
     ///
     /// # Safety
     /// The registration is open. After success nothing uses it.
+    #[inline]
     pub(super) unsafe fn close(&self, part: &Part) -> Result<()> {
         let object: *mut fid = part.mr.cast();
         let _guard = self.lock();
@@ -144,6 +151,7 @@ impl OpenDomain {
     ///
     /// # Safety
     /// The registration is open, and the endpoint is an open endpoint of the domain.
+    #[inline]
     pub(super) unsafe fn start(
         &self,
         part: &Part,
@@ -165,18 +173,6 @@ impl OpenDomain {
     pub(super) fn enable(&self, part: &Part) -> Result<()> {
         // SAFETY: the registration is open, and this command has no argument.
         unsafe { self.control("fi_mr_enable", part.mr.cast(), (sys::FI_ENABLE, ptr::null_mut())) }
-    }
-}
-
-/// Registrations that a call has made so far. Dropping the value closes them.
-pub(super) struct Unfinished<'a> {
-    pub(super) open: &'a OpenDomain,
-    pub(super) parts: Parts,
-}
-
-impl Drop for Unfinished<'_> {
-    fn drop(&mut self) {
-        close_all(self.open, &mut self.parts, "a part of a refused region stays registered");
     }
 }
 
