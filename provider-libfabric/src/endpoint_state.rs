@@ -1,6 +1,11 @@
 //! The state of one endpoint: its peers, its limits, and its requests that wait to be posted.
 
-use std::{collections::VecDeque, fs, sync::Arc, time::Instant};
+use std::{
+    collections::VecDeque,
+    fs,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use hmem_core::{
     Error, ErrorKind, Result,
@@ -18,6 +23,10 @@ use super::{
     plan::refuse,
     queue::Queue,
 };
+
+/// Minimum time between two searches for lost peers, and between two checks by posts of whether the
+/// process of a peer still runs.
+pub(super) const LOOK: Duration = Duration::from_millis(10);
 
 /// The transmit side or the receive side of an endpoint.
 #[derive(Debug)]
@@ -58,23 +67,45 @@ pub(super) struct Peer {
     /// True if the peer's process ran on this machine when the peer was resolved. The end of such a
     /// process is detected.
     watched: bool,
+    /// The time at which a post last found the process of a peer in another process running.
+    seen: Option<Instant>,
 }
 
 impl Peer {
     pub(super) fn new(name: PeerName) -> Self {
         let watched = name.process.runs();
         let (alive, address, held) = (name.alive, u64::MAX, Vec::new());
-        Self { name, address, alive, posted: 0, blocked: None, asked: false, held, watched }
+        Self {
+            name,
+            address,
+            alive,
+            posted: 0,
+            blocked: None,
+            asked: false,
+            held,
+            watched,
+            seen: None,
+        }
     }
 
     /// Refuses a peer that is closed.
     ///
+    /// The process of a peer in another process is checked at most once in [`LOOK`], because the
+    /// check reads a file. If that process ends in between, progress ends the requests to the peer.
+    ///
     /// # Errors
     /// Unreachable: this process has closed the peer's endpoint, or the peer's process has ended.
-    pub(super) fn check_open(&self, hub: &Hub) -> Result<()> {
+    pub(super) fn check_open(&mut self, hub: &Hub) -> Result<()> {
+        let own = self.name.family == hub.fellows.family;
+        if !own && self.seen.is_some_and(|at| at.elapsed() < LOOK) {
+            return Ok(());
+        }
         if self.is_gone(hub) {
             let why = "resolve the name of an open endpoint: the peer is closed";
             return Err(refuse(ErrorKind::Unreachable, why));
+        }
+        if !own {
+            self.seen = Some(Instant::now());
         }
         Ok(())
     }

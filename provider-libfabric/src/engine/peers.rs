@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use super::{
     super::{
-        endpoint_state::Waiting,
+        endpoint_state::{LOOK, Waiting},
         errors,
         hub::Hub,
         part::PartOp,
@@ -32,9 +32,6 @@ const ANSWER: Duration = Duration::from_secs(5);
 /// Time during which a failed liveness check is repeated. After a refusal, the provider may still
 /// be ending the old connection.
 const AGAIN: Duration = Duration::from_secs(1);
-
-/// Minimum time between two searches for lost peers.
-const LOOK: Duration = Duration::from_millis(10);
 
 impl Engine {
     /// Starts a liveness check of a peer, unless one is in flight. Returns false if this domain or
