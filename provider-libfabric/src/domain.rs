@@ -90,6 +90,8 @@ impl FabricDomain {
         let hub = Hub {
             open: Arc::clone(&self.open),
             regions: Arc::clone(&self.regions),
+            // Host memory is the only memory of most registries.
+            devices: registry.iter().count() > 1,
             registry,
             limits: entry.limits(),
             entry,

@@ -214,6 +214,11 @@ impl EndpointState {
         &mut self.sides[usize::from(kind == CompletionKind::Receive)]
     }
 
+    /// Returns true if a request of the application is in flight, or waits for its post.
+    pub(super) fn has_requests(&self) -> bool {
+        self.sides.iter().any(|side| side.in_flight > 0)
+    }
+
     /// Returns the index of a peer.
     ///
     /// # Errors

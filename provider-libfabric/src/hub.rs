@@ -64,6 +64,8 @@ pub(super) struct Hub {
     pub(super) open: Arc<OpenDomain>,
     pub(super) regions: Arc<Regions>,
     pub(super) registry: Arc<Registry>,
+    /// True if the registry has device memory.
+    pub(super) devices: bool,
     pub(super) entry: Entry,
     pub(super) limits: Limits,
     pub(super) fellows: Arc<Fellows>,

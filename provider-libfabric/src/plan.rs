@@ -153,15 +153,15 @@ impl LocalList {
         Ok(vectors)
     }
 
-    /// Cuts an RMA transfer into parts. Each part has one remote range, at most `limit` local
-    /// ranges and at most `longest` bytes.
+    /// Cuts an RMA transfer into parts, and passes each to `add`. A part has one remote range, at
+    /// most `limit` local ranges and at most `longest` bytes.
     pub(super) fn cut(
         &self,
         remote: &[fi_rma_iov],
         limit: usize,
         longest: u64,
-    ) -> Vec<(Vectors, fi_rma_iov)> {
-        let mut parts = Vec::with_capacity(remote.len());
+        mut add: impl FnMut(Vectors, fi_rma_iov),
+    ) {
         let mut locals = self.list.iter().copied();
         let mut local = locals.next();
         for target in remote {
@@ -182,13 +182,12 @@ impl LocalList {
                 let len = part.bytes as usize;
                 let addr = target.addr.wrapping_add(done);
                 done += part.bytes;
-                parts.push((part, fi_rma_iov { addr, len, key: target.key }));
+                add(part, fi_rma_iov { addr, len, key: target.key });
                 if done == target.len as u64 || len == 0 {
                     break;
                 }
             }
         }
-        parts
     }
 }
 
@@ -276,6 +275,17 @@ mod tests {
         assert_eq!(ranges(&key, 999, 2), None);
     }
 
+    fn cut(
+        list: &LocalList,
+        remote: &[fi_rma_iov],
+        limit: usize,
+        longest: u64,
+    ) -> Vec<(Vectors, fi_rma_iov)> {
+        let mut parts = Vec::new();
+        list.cut(remote, limit, longest, |vectors, target| parts.push((vectors, target)));
+        parts
+    }
+
     #[test]
     fn parts_keep_the_order_of_the_bytes_and_the_limits() {
         let local = |address, len| Local { address, len, desc: ptr::null_mut() };
@@ -288,7 +298,7 @@ mod tests {
             [fi_rma_iov { addr: 7, len: 4, key: 1 }, fi_rma_iov { addr: 50, len: 8, key: 2 }];
         for limit in 1..4 {
             for longest in 1..13 {
-                let parts = list.cut(&remote, limit, longest);
+                let parts = cut(&list, &remote, limit, longest);
                 let (mut near, mut far) = (Vec::new(), Vec::new());
                 for (vectors, target) in &parts {
                     assert!(vectors.ranges.len() <= limit && vectors.bytes <= longest);
@@ -304,7 +314,8 @@ mod tests {
                 assert!(far.iter().copied().eq(expected), "{far:?}");
             }
         }
-        let empty = LocalList::default().cut(&[fi_rma_iov { addr: 9, len: 0, key: 1 }], 4, 100);
+        let remote = [fi_rma_iov { addr: 9, len: 0, key: 1 }];
+        let empty = cut(&LocalList::default(), &remote, 4, 100);
         assert_eq!((empty.len(), empty[0].1.addr), (1, 9), "a transfer of no bytes");
     }
 }

@@ -50,7 +50,10 @@ impl Queue {
     pub(super) fn pop(&self, out: &mut Vec<Completion>, max: usize) -> usize {
         let mut ready = self.ready.lock();
         let count = max.min(ready.len());
-        out.extend(ready.drain(..count));
+        // Cheaper than `drain` for the one or two completions of most reads.
+        for _ in 0..count {
+            out.extend(ready.pop_front());
+        }
         self.used.fetch_sub(count, Ordering::Relaxed);
         count
     }

@@ -21,7 +21,8 @@ pub(super) struct Planned {
     pub(super) kind: CompletionKind,
     pub(super) bytes: u64,
     pub(super) parts: SmallVec<[(PartOp, Vectors); 1]>,
-    pub(super) local: LocalList,
+    /// The tokens of the regions that the local segments use.
+    pub(super) tokens: SmallVec<[u64; 2]>,
     /// True if the request is a write or a message, whose bytes a post may copy.
     pub(super) copies: bool,
 }
@@ -30,8 +31,7 @@ impl Planned {
     /// Creates a plan without parts. Its parts are added later, or each chunk gets a plan of its
     /// own.
     pub(super) fn none(kind: CompletionKind, bytes: u64) -> Self {
-        let (parts, local, copies) = (SmallVec::new(), LocalList::default(), false);
-        Self { kind, bytes, parts, local, copies }
+        Self { kind, bytes, parts: SmallVec::new(), tokens: SmallVec::new(), copies: false }
     }
 }
 
@@ -66,18 +66,19 @@ pub(super) fn carry_length(planned: &mut Planned, bytes: u64) {
     }
 }
 
-/// Returns the transfer of a request that names bytes of staged memory, with the tokens of the
-/// regions that the request uses. Returns `None` for other requests.
+/// The transfer of a request that names bytes of staged memory, and the tokens of the regions that
+/// the request uses.
+pub(super) type StagedTransfer = (Box<Transfer>, SmallVec<[u64; 2]>);
+
+/// Returns the transfer of a request that names bytes of staged memory. Returns `None` for other
+/// requests.
 ///
 /// # Errors
 /// - Unsupported: the operation is an atomic.
 /// - The errors of [`LocalMemory::push_staged`], [`Transfer::new`] and [`Regions::staged`].
 ///
 /// [`Regions::staged`]: super::region::Regions::staged
-pub(super) fn stage(
-    hub: &Hub,
-    request: &WorkRequest<'_>,
-) -> Result<Option<(Transfer, SmallVec<[u64; 2]>)>> {
+pub(super) fn stage(hub: &Hub, request: &WorkRequest<'_>) -> Result<Option<StagedTransfer>> {
     if !hub.regions.has_staged() {
         return Ok(None);
     }
@@ -111,7 +112,7 @@ pub(super) fn stage(
         let error = refuse(ErrorKind::MessageTooLong, "send a shorter message");
         return Err(error.context("bytes", transfer.bytes()).context("limit", hub.limits.longest));
     }
-    Ok(Some((transfer, tokens)))
+    Ok(Some((Box::new(transfer), tokens)))
 }
 
 fn no_windows() -> Error {
@@ -128,9 +129,9 @@ pub(super) fn plan(
     let limits = hub.limits;
     let whole = |kind, op, local: LocalList| {
         let vectors = local.whole(limits.vectors, limits.longest)?;
-        let (bytes, copies) = (local.bytes, kind == CompletionKind::Send);
-        let parts = SmallVec::from_iter([(op, vectors)]);
-        Ok(Planned { kind, bytes, parts, local, copies })
+        let (bytes, copies) = (local.bytes, kind == CompletionKind::Send && local.host);
+        let parts = SmallVec::from_buf([(op, vectors)]);
+        Ok(Planned { kind, bytes, parts, tokens: local.tokens, copies })
     };
     match request.operation {
         Operation::Write { remote } => rma(hub, local(Access::WRITE)?, remote, None, true),
@@ -200,20 +201,18 @@ pub(super) fn plan(
                 let why = "use fewer elements in one atomic";
                 return Err(refuse(ErrorKind::MessageTooLong, why).context("limit", most));
             }
-            let parts = SmallVec::from_iter([(PartOp::Atomic(Box::new(atomic)), vectors)]);
+            let parts = SmallVec::from_buf([(PartOp::Atomic(Box::new(atomic)), vectors)]);
             let kind = CompletionKind::Atomic;
-            Ok(Planned { kind, bytes, parts, local: list, copies: false })
+            Ok(Planned { kind, bytes, parts, tokens: list.tokens, copies: false })
         }
         _ => Err(refuse(ErrorKind::Unsupported, "use an operation of fi_rma(3) or fi_msg(3)")),
     }
 }
 
 fn local_list(hub: &Hub, segments: &[LocalSegment], right: Access) -> Result<LocalList> {
-    // Host memory is the only memory of most registries.
-    let devices = hub.registry.iter().count() > 1;
     LocalList::new(&hub.regions, segments, right, hub.needs_desc(), |segment| {
         let range = AddressRange::new(segment.address, segment.len.max(1))?;
-        Ok(devices && hub.registry.owner_of_range(range)?.iface != IfaceKind::SYSTEM)
+        Ok(hub.devices && hub.registry.owner_of_range(range)?.iface != IfaceKind::SYSTEM)
     })
 }
 
@@ -232,18 +231,18 @@ fn rma(
             .context("local", local.bytes)
             .context("remote", bytes));
     }
-    let cut = local.cut(&ranges, hub.limits.vectors, hub.limits.longest);
-    let last = cut.len() - 1;
-    if data.is_some() && last > 0 && !hub.limits.carries_lengths {
-        let why = "write with immediate data to one range: the peer sees the length of the last";
-        return Err(refuse(ErrorKind::Unsupported, why).context("parts", cut.len()));
-    }
-    let parts = cut.into_iter().enumerate().map(|(at, (vectors, remote))| {
-        let data = data.filter(|_| at == last).map(|data| carried(data, bytes));
-        let op = if writes { PartOp::Write { remote, data } } else { PartOp::Read { remote } };
-        (op, vectors)
+    let mut parts = SmallVec::new();
+    local.cut(&ranges, hub.limits.vectors, hub.limits.longest, |vectors, remote| {
+        let write = PartOp::Write { remote, data: None };
+        parts.push((if writes { write } else { PartOp::Read { remote } }, vectors));
     });
-    let parts = parts.collect();
+    if data.is_some() && parts.len() > 1 && !hub.limits.carries_lengths {
+        let why = "write with immediate data to one range: the peer sees the length of the last";
+        return Err(refuse(ErrorKind::Unsupported, why).context("parts", parts.len()));
+    }
+    if let Some((PartOp::Write { data: last, .. }, _)) = parts.last_mut() {
+        *last = data.map(|data| carried(data, bytes));
+    }
     let kind = if writes { CompletionKind::Write } else { CompletionKind::Read };
-    Ok(Planned { kind, bytes, parts, local, copies: writes })
+    Ok(Planned { kind, bytes, parts, tokens: local.tokens, copies: writes && local.host })
 }

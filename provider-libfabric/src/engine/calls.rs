@@ -4,18 +4,18 @@
 
 use std::{
     ffi::{c_int, c_void},
-    mem, ptr,
+    mem::{self, MaybeUninit},
     time::{Duration, Instant},
 };
 
 use super::{
     super::{
-        endpoint_state::Waiting,
+        endpoint_state::{EndpointState, Waiting},
         hub::Hub,
         part::{PartOp, Slot},
         sys::{self, fi_cq_err_entry, fi_cq_tagged_entry},
     },
-    Engine, canceled,
+    Engine, InFlight, canceled,
     staged::{Round, Turn, turn},
 };
 
@@ -33,7 +33,7 @@ impl Drop for Engine {
     fn drop(&mut self) {
         // libfabric may still use the slots of an endpoint that it did not close.
         if self.endpoints.is_empty() {
-            for slot in self.slots.drain(..) {
+            for slot in self.in_flight.slots.drain(..) {
                 // SAFETY: `Box::into_raw` returned the pointer. All endpoints are closed, so
                 // libfabric uses no slot.
                 drop(unsafe { Box::from_raw(slot) });
@@ -42,36 +42,34 @@ impl Drop for Engine {
     }
 }
 
-impl Engine {
+impl InFlight {
     /// Posts as many waiting parts of an endpoint as libfabric takes, and advances the endpoint's
     /// staged requests. A part that libfabric does not take holds up the later parts to the same
     /// peer, so that their order is kept.
-    pub(super) fn flush(&mut self, hub: &Hub, id: u64) {
-        let Some(endpoint) = self.endpoints.get(&id) else { return };
+    pub(super) fn flush(&mut self, hub: &Hub, endpoint: &mut EndpointState) {
         if endpoint.waiting.is_empty() {
             return;
         }
         let mut round = Round::default();
         for _ in 0..endpoint.waiting.len() {
-            let Some(endpoint) = self.endpoints.get_mut(&id) else { return };
             let Some(waiting) = endpoint.waiting.pop_front() else { break };
             let stays = match waiting {
-                Waiting::Part(index) => self.post_part(hub, id, index, &mut round),
-                Waiting::Staged(number) => self.step_staged(hub, id, number, &mut round),
+                Waiting::Part(index) => self.post_part(hub, endpoint, index, &mut round),
+                Waiting::Staged(number) => self.step_staged(hub, endpoint, number, &mut round),
             };
-            if stays && let Some(endpoint) = self.endpoints.get_mut(&id) {
+            if stays {
                 endpoint.waiting.push_back(waiting);
             }
         }
         for (index, error) in round.failed {
-            self.part_failed(hub, index, error, 0);
+            self.part_failed(hub, endpoint, index, (error, 0));
         }
         for index in round.canceled {
             let error = canceled(hub, "an earlier staged transfer failed");
-            self.part_ended(hub, index, Some(error));
+            self.part_ended(hub, endpoint, index, Some(error));
         }
         for number in round.over {
-            self.staged_ended(hub, number);
+            self.staged_ended(hub, endpoint, number);
         }
     }
 
@@ -81,11 +79,10 @@ impl Engine {
     pub(super) fn post_part(
         &mut self,
         hub: &Hub,
-        id: u64,
+        endpoint: &mut EndpointState,
         index: usize,
         round: &mut Round,
     ) -> bool {
-        let Some(endpoint) = self.endpoints.get_mut(&id) else { return false };
         let Some(part) = &mut self.parts[index] else { return false };
         let Some(request) = self.requests.get(&part.request) else { return false };
         if round.stopped.contains(&request.peer) {
@@ -113,7 +110,7 @@ impl Engine {
             let _guard = hub.open.lock();
             // SAFETY: the endpoint is open while it is in the table. Slots live as long as the
             // engine. The caller of `post` promised local memory that is valid, or it is that of a
-            // region, which the count of uses keeps open, or a staging buffer, which its transfer
+            // region, whose close waits for the request, or a staging buffer, which its transfer
             // keeps.
             unsafe { part.post(endpoint.objects.endpoint, self.slots[index]) }
         };
@@ -149,51 +146,51 @@ impl Engine {
         }
     }
 
-    /// Reads the completion queue of an endpoint until it is empty, but at most [`BATCH`] times.
-    pub(super) fn poll(&mut self, hub: &Hub, id: u64) {
-        const EMPTY: fi_cq_tagged_entry = fi_cq_tagged_entry {
-            op_context: ptr::null_mut(),
-            flags: 0,
-            len: 0,
-            buf: ptr::null_mut(),
-            data: 0,
-            tag: 0,
-        };
-        let Some(endpoint) = self.endpoints.get(&id) else { return };
-        let queue = endpoint.objects.queue;
-        // A full batch may be followed by more. The limit keeps a fast peer from holding the lock.
+    /// Reads the completion queue of an endpoint until it is empty or no request is in flight, but
+    /// at most [`BATCH`] times.
+    pub(super) fn poll_all(&mut self, hub: &Hub, endpoint: &mut EndpointState) {
+        // The limit keeps a fast peer from holding the lock.
         for _ in 0..BATCH {
-            let mut entries = [EMPTY; BATCH];
-            let count = {
-                let _guard = hub.open.lock();
-                // SAFETY: the queue is open while its endpoint is in the table, and has entries of
-                // this format.
-                unsafe {
-                    let read = (*(*queue).ops).read;
-                    read.map_or(0, |read| read(queue, entries.as_mut_ptr().cast(), BATCH))
-                }
-            };
-            match count {
-                1.. => {
-                    for entry in entries.iter().take(count as usize) {
-                        self.completed(hub, id, entry);
-                    }
-                }
-                failed if failed == -(sys::FI_EAVAIL as isize) => self.read_error(hub, id),
-                _ => break,
+            let count = self.poll(hub, endpoint);
+            if count == 0 || !(count == BATCH || endpoint.has_requests()) {
+                break;
             }
         }
     }
 
+    /// Reads at most [`BATCH`] completions of an endpoint, and returns their number.
+    fn poll(&mut self, hub: &Hub, endpoint: &mut EndpointState) -> usize {
+        let queue = endpoint.objects.queue;
+        let mut entries = [const { MaybeUninit::<fi_cq_tagged_entry>::uninit() }; BATCH];
+        let count = {
+            let _guard = hub.open.lock();
+            // SAFETY: the queue is open while its endpoint is in the table, and has entries of
+            // this format.
+            unsafe {
+                let read = (*(*queue).ops).read;
+                read.map_or(0, |read| read(queue, entries.as_mut_ptr().cast(), BATCH))
+            }
+        };
+        if count == -(sys::FI_EAVAIL as isize) {
+            self.read_error(hub, endpoint);
+            return 1;
+        }
+        let count = usize::try_from(count).unwrap_or(0).min(BATCH);
+        for entry in &entries[..count] {
+            // SAFETY: the call has written as many entries as it returned.
+            self.completed(hub, endpoint, unsafe { entry.assume_init_ref() });
+        }
+        count
+    }
+
     /// Reads an error entry of the completion queue.
-    fn read_error(&mut self, hub: &Hub, id: u64) {
+    fn read_error(&mut self, hub: &Hub, endpoint: &mut EndpointState) {
         /// An error entry with room for the fields of later API versions.
         #[repr(C)]
         struct ErrorEntry {
             entry: fi_cq_err_entry,
             later: [u64; 16],
         }
-        let Some(endpoint) = self.endpoints.get(&id) else { return };
         let queue = endpoint.objects.queue;
         // SAFETY: integers and pointers may be zero.
         let mut read: ErrorEntry = unsafe { mem::zeroed() };
@@ -210,7 +207,7 @@ impl Engine {
             && let Some(index) = self.slot_of(op_context)
         {
             // Some providers negate the number.
-            self.part_failed(hub, index, -err.saturating_abs(), prov_errno);
+            self.part_failed(hub, endpoint, index, (-err.saturating_abs(), prov_errno));
         }
     }
 
@@ -225,8 +222,7 @@ impl Engine {
     }
 
     /// Cancels a posted part. Returns false if libfabric does not cancel it.
-    pub(super) fn cancel(&mut self, hub: &Hub, id: u64, index: usize) -> bool {
-        let Some(endpoint) = self.endpoints.get(&id) else { return false };
+    pub(super) fn cancel(&self, hub: &Hub, endpoint: &EndpointState, index: usize) -> bool {
         let object = endpoint.objects.endpoint;
         let slot = self.slots[index];
         let _guard = hub.open.lock();

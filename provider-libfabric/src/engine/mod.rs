@@ -32,6 +32,9 @@ use super::{
 
 use self::peers::unreachable_peer;
 
+/// The outcome of a request: the kind, the length and the immediate data of its completion.
+type Ended = Result<(CompletionKind, u64, Option<u64>)>;
+
 /// A request that was posted and has not ended.
 struct Request {
     endpoint: u64,
@@ -74,7 +77,7 @@ struct Request {
 
 impl Request {
     /// Creates a request to `peer`, which is `None` for receives. The request counts one part until
-    /// [`Engine::admit`] sets the number.
+    /// [`InFlight::admit`] sets the number.
     fn new(endpoint: u64, kind: CompletionKind, bytes: u64, peer: Option<usize>) -> Self {
         Self {
             endpoint,
@@ -111,9 +114,21 @@ impl Request {
 /// Requests and endpoints of a domain.
 #[derive(Default)]
 pub(super) struct Engine {
+    /// The open endpoints. The key is [`EndpointState::number`].
     pub(super) endpoints: FxHashMap<u64, EndpointState>,
-    /// The number of the next endpoint or request.
-    next: u64,
+    in_flight: InFlight,
+    /// The time of the last search for lost peers (`end_lost_peers`).
+    looked: Option<Instant>,
+    pub(super) closed: bool,
+}
+
+/// The requests of all endpoints that have not ended, with their parts.
+///
+/// The methods that get an endpoint expect the endpoint of the request or the part.
+#[derive(Default)]
+struct InFlight {
+    /// The number of the last request. Later requests have greater numbers.
+    last: u64,
     /// The slots: storage that libfabric points to while a part is in flight. A part has the index
     /// of its slot.
     slots: Vec<*mut Slot>,
@@ -122,31 +137,22 @@ pub(super) struct Engine {
     /// The indices of the free slots.
     free: Vec<usize>,
     requests: FxHashMap<u64, Request>,
-    /// The number of requests that use each region. The key of the map is the region's token.
-    uses: FxHashMap<u64, usize>,
+    /// The number of liveness checks that were started.
     questions: usize,
     /// The number of requests of the application that have ended since the last call of `progress`.
     ended: usize,
-    /// The time of the last search for lost peers (`end_lost_peers`).
-    looked: Option<Instant>,
-    pub(super) closed: bool,
 }
 
 impl Engine {
     pub(super) fn add(&mut self, endpoint: EndpointState) -> u64 {
-        self.next += 1;
-        self.endpoints.insert(self.next, endpoint);
-        self.next
-    }
-
-    fn endpoint(&mut self, id: u64) -> Result<&mut EndpointState> {
-        let closed = || refuse(ErrorKind::BadState, "open another endpoint: this one is closed");
-        self.endpoints.get_mut(&id).ok_or_else(closed)
+        let id = endpoint.number;
+        self.endpoints.insert(id, endpoint);
+        id
     }
 
     /// Adds a peer and returns its id. A peer that was added before keeps its id.
     pub(super) fn resolve(&mut self, hub: &Hub, id: u64, peer: Peer) -> Result<PeerId> {
-        self.endpoint(id)?.add_peer(hub, peer)
+        endpoint_of(&mut self.endpoints, id)?.add_peer(hub, peer)
     }
 
     /// Posts a request.
@@ -154,7 +160,71 @@ impl Engine {
     /// # Errors
     /// The errors of [`ProviderEndpoint::post`](hmem_core::provider::ProviderEndpoint::post).
     pub(super) fn post(&mut self, hub: &Hub, id: u64, request: &WorkRequest<'_>) -> Result<()> {
-        let endpoint = self.endpoint(id)?;
+        let endpoint = endpoint_of(&mut self.endpoints, id)?;
+        self.in_flight.post(hub, endpoint, request)
+    }
+
+    /// Makes progress on all endpoints. Returns the number of requests that ended since the last
+    /// call.
+    pub(super) fn progress(&mut self, hub: &Hub) -> usize {
+        for endpoint in self.endpoints.values_mut() {
+            self.in_flight.flush(hub, endpoint);
+            self.in_flight.poll_all(hub, endpoint);
+            self.in_flight.flush(hub, endpoint);
+        }
+        if self.in_flight.questions > 0 {
+            self.end_old_questions(hub);
+        }
+        if hub.local_only {
+            self.end_lost_peers(hub);
+        }
+        mem::take(&mut self.in_flight.ended)
+    }
+
+    /// Closes an endpoint. Its requests end as canceled.
+    ///
+    /// # Errors
+    /// The error of libfabric. The endpoint is then still open.
+    pub(super) fn close(&mut self, hub: &Hub, id: u64) -> Result<()> {
+        let Some(endpoint) = self.endpoints.get_mut(&id) else { return Ok(()) };
+        let in_flight = &mut self.in_flight;
+        // Requests that have ended are not reported as canceled.
+        in_flight.poll_all(hub, endpoint);
+        if hub.local_only {
+            let objects = mem::replace(&mut endpoint.objects, Objects::none());
+            let (slots, transfers) = (in_flight.bury_slots(id), in_flight.bury_transfers(hub, id));
+            let open = Arc::clone(&hub.open);
+            hub.fellows.bury(id, Closed { objects, slots, transfers, open });
+        } else {
+            endpoint.objects.close(&hub.open)?;
+            hub.fellows.remove(id);
+        }
+        in_flight.end_all(hub, endpoint);
+        self.endpoints.remove(&id);
+        Ok(())
+    }
+}
+
+/// Returns an open endpoint.
+///
+/// # Errors
+/// BadState: the endpoint is closed.
+fn endpoint_of(
+    endpoints: &mut FxHashMap<u64, EndpointState>,
+    id: u64,
+) -> Result<&mut EndpointState> {
+    let closed = || refuse(ErrorKind::BadState, "open another endpoint: this one is closed");
+    endpoints.get_mut(&id).ok_or_else(closed)
+}
+
+impl InFlight {
+    /// Posts a request. The errors are those of [`Engine::post`].
+    fn post(
+        &mut self,
+        hub: &Hub,
+        endpoint: &mut EndpointState,
+        request: &WorkRequest<'_>,
+    ) -> Result<()> {
         let peer = match request.operation {
             Operation::Receive { from: None, .. } => None,
             Operation::Receive { from: Some(peer), .. } => {
@@ -174,7 +244,7 @@ impl Engine {
             endpoint.peers[peer].check_open(hub)?;
         }
         let staged = stage(hub, request)?;
-        let planned = match &staged {
+        let mut planned = match &staged {
             Some((transfer, _)) => Planned::none(transfer.operation().kind(), transfer.bytes()),
             None => plan(hub, request, endpoint.objects.endpoint)?,
         };
@@ -193,65 +263,60 @@ impl Engine {
         side.queue.reserve()?;
         side.in_flight += count;
         let untagged = matches!(request.operation, Operation::Receive { tag: None, .. });
-        let mut entry = Request::new(id, planned.kind, planned.bytes, peer);
+        let mut entry = Request::new(endpoint.number, planned.kind, planned.bytes, peer);
         entry.context = request.context;
         let number = match staged {
             Some((transfer, tokens)) => {
-                (entry.staged, entry.tokens) = (Some(Box::new(transfer)), tokens);
+                (entry.staged, entry.tokens) = (Some(transfer), tokens);
                 let number = self.insert(entry);
-                self.endpoint(id)?.waiting.push_back(Waiting::Staged(number));
+                endpoint.waiting.push_back(Waiting::Staged(number));
                 number
             }
             None => {
-                let (number, parts) = self.admit(hub, entry, planned);
-                self.endpoint(id)?.waiting.extend(parts.into_iter().map(Waiting::Part));
+                let (number, parts) = self.admit(hub, endpoint, entry, &mut planned);
+                for index in parts {
+                    endpoint.waiting.push_back(Waiting::Part(index));
+                }
                 number
             }
         };
         if untagged {
-            self.endpoint(id)?.receives.push_back(number);
+            endpoint.receives.push_back(number);
         }
-        self.flush(hub, id);
+        self.flush(hub, endpoint);
         if untagged {
-            self.consume_receives(hub, id);
+            self.consume_receives(hub, endpoint);
         }
         Ok(())
     }
 
+    #[inline]
     fn insert(&mut self, request: Request) -> u64 {
-        for token in &request.tokens {
-            *self.uses.entry(*token).or_default() += 1;
-        }
-        self.next += 1;
-        self.requests.insert(self.next, request);
-        self.next
+        self.last += 1;
+        self.requests.insert(self.last, request);
+        self.last
     }
 
     /// Adds a request with its parts. Returns its number, and the slots of the parts.
     fn admit(
         &mut self,
         hub: &Hub,
+        endpoint: &EndpointState,
         mut request: Request,
-        planned: Planned,
+        planned: &mut Planned,
     ) -> (u64, SmallVec<[usize; 1]>) {
-        let (count, local) = (planned.parts.len(), planned.local);
-        let inject =
-            planned.copies && local.host && planned.bytes <= hub.limits.inject && count == 1;
-        (request.left, request.tokens) = (count, local.tokens);
-        let (endpoint, peer) = (request.endpoint, request.peer);
-        let peer = peer.and_then(|peer| Some(self.endpoints.get(&endpoint)?.peers[peer].address));
-        let peer = peer.unwrap_or(sys::FI_ADDR_UNSPEC);
+        let count = planned.parts.len();
+        let inject = planned.copies && planned.bytes <= hub.limits.inject && count == 1;
+        (request.left, request.tokens) = (count, mem::take(&mut planned.tokens));
+        let (id, peer) = (request.endpoint, request.peer);
+        let peer = peer.map_or(sys::FI_ADDR_UNSPEC, |peer| endpoint.peers[peer].address);
         let number = self.insert(request);
-        let part = |(op, local)| Part {
-            request: number,
-            peer,
-            op,
-            local,
-            inject,
-            posted: false,
-            endpoint,
-        };
-        let parts = planned.parts.into_iter().map(|planned| self.store(part(planned))).collect();
+        let mut parts = SmallVec::new();
+        for (op, local) in planned.parts.drain(..) {
+            let part =
+                Part { request: number, peer, op, local, inject, posted: false, endpoint: id };
+            parts.push(self.store(part));
+        }
         (number, parts)
     }
 
@@ -266,47 +331,36 @@ impl Engine {
         index
     }
 
-    /// Makes progress on all endpoints. Returns the number of requests that ended since the last
-    /// call.
-    pub(super) fn progress(&mut self, hub: &Hub) -> usize {
-        let ids: SmallVec<[u64; 4]> = self.endpoints.keys().copied().collect();
-        for id in ids {
-            self.flush(hub, id);
-            self.poll(hub, id);
-            self.flush(hub, id);
-        }
-        self.end_old_questions(hub);
-        if hub.local_only {
-            self.end_lost_peers(hub);
-        }
-        mem::take(&mut self.ended)
-    }
-
     /// Handles a completion without an error.
-    fn completed(&mut self, hub: &Hub, id: u64, entry: &fi_cq_tagged_entry) {
+    fn completed(&mut self, hub: &Hub, endpoint: &mut EndpointState, entry: &fi_cq_tagged_entry) {
         let data = (entry.flags & sys::FI_REMOTE_CQ_DATA != 0).then_some(entry.data);
         if entry.flags & sys::FI_REMOTE_WRITE != 0 {
-            if let (Some(carried), Some(endpoint)) = (data, self.endpoints.get_mut(&id)) {
+            if let Some(carried) = data {
                 let carries_lengths = hub.limits.carries_lengths;
                 let written = received(carried, entry.len as u64, carries_lengths);
                 endpoint.written.push_back(written);
-                self.consume_receives(hub, id);
+                self.consume_receives(hub, endpoint);
             }
             return;
         }
         let Some(index) = self.slot_of(entry.op_context) else { return };
-        let Some(number) = self.parts[index].as_ref().map(|part| part.request) else { return };
-        if let Some(request) = self.requests.get_mut(&number)
-            && request.receives()
+        if let Some(Part { op: PartOp::Receive { .. }, request, .. }) = &self.parts[index]
+            && let Some(request) = self.requests.get_mut(request)
         {
             (request.bytes, request.data) = (entry.len as u64, data);
             request.tag = (entry.flags & sys::FI_TAGGED != 0).then_some(entry.tag);
         }
-        self.part_ended(hub, index, None);
+        self.part_ended(hub, endpoint, index, None);
     }
 
     /// Ends a part that failed. `returned` is libfabric's negated error number.
-    fn part_failed(&mut self, hub: &Hub, index: usize, returned: c_int, prov_errno: c_int) {
+    fn part_failed(
+        &mut self,
+        hub: &Hub,
+        endpoint: &mut EndpointState,
+        index: usize,
+        (returned, prov_errno): (c_int, c_int),
+    ) {
         let Some(part) = &self.parts[index] else { return };
         let Some(request) = self.requests.get_mut(&part.request) else { return };
         let error = errors::transfer(&hub.attr().nic, returned, prov_errno, hub.verbs);
@@ -321,17 +375,22 @@ impl Engine {
             (_, ErrorKind::Unreachable) => unreachable_peer(hub, error),
             _ => error,
         };
-        self.part_ended(hub, index, Some(error));
+        self.part_ended(hub, endpoint, index, Some(error));
     }
 
-    fn part_ended(&mut self, hub: &Hub, index: usize, error: Option<Error>) {
-        let Some(part) = self.parts[index].take() else { return };
+    fn part_ended(
+        &mut self,
+        hub: &Hub,
+        endpoint: &mut EndpointState,
+        index: usize,
+        error: Option<Error>,
+    ) {
+        let Some(part) = &self.parts[index] else { return };
+        let (number, posted) = (part.request, part.posted);
+        self.parts[index] = None;
         self.free.push(index);
-        let Some(request) = self.requests.get_mut(&part.request) else { return };
-        if part.posted
-            && let Some(peer) = request.peer
-            && let Some(endpoint) = self.endpoints.get_mut(&request.endpoint)
-        {
+        let Some(request) = self.requests.get_mut(&number) else { return };
+        if posted && let Some(peer) = request.peer {
             let posted = &mut endpoint.peers[peer].posted;
             *posted = posted.saturating_sub(1);
         }
@@ -340,72 +399,55 @@ impl Engine {
             request.error.get_or_insert(error);
         }
         let (kind, left, own) = (request.kind, request.left, request.of_application());
-        if own && let Some(endpoint) = self.endpoints.get_mut(&request.endpoint) {
+        if own {
             endpoint.side(kind).in_flight -= 1;
         }
         if left == 0 {
-            self.request_ended(hub, part.request);
+            self.request_ended(hub, endpoint, number);
         }
     }
 
     /// Ends a request whose parts have ended. If the end of a connection made an RMA part fail, the
     /// request first waits for a liveness check of the peer.
-    fn request_ended(&mut self, hub: &Hub, number: u64) {
+    fn request_ended(&mut self, hub: &Hub, endpoint: &mut EndpointState, number: u64) {
         let Some(request) = self.requests.get(&number) else { return };
         if request.question.is_some() {
-            return self.answered(hub, number);
+            return self.answered(hub, endpoint, number);
         }
-        let (id, written) = (request.endpoint, request.written);
+        let written = request.written;
         let canceled =
             request.error.as_ref().is_some_and(|error| error.kind() == ErrorKind::Canceled);
         if let Some(peer) = request.peer.filter(|_| request.suspicious)
-            && self.ask(hub, id, peer)
+            && self.ask(hub, endpoint, peer)
         {
-            if let Some(endpoint) = self.endpoints.get_mut(&id) {
-                endpoint.peers[peer].held.push(number);
-            }
+            endpoint.peers[peer].held.push(number);
             return;
         }
         if let Some((data, bytes)) = written
             && canceled
         {
-            return self.finish(number, Ok((CompletionKind::RemoteWrite, bytes, Some(data))));
+            let write = (CompletionKind::RemoteWrite, bytes, Some(data));
+            return self.finish(endpoint, number, Some(Ok(write)));
         }
-        self.finish_as_is(number);
+        self.finish(endpoint, number, None);
         if let Some(written) = written {
             // A message took the receive first. The write takes the next one.
-            if let Some(endpoint) = self.endpoints.get_mut(&id) {
-                endpoint.written.push_front(written);
-            }
-            self.consume_receives(hub, id);
+            endpoint.written.push_front(written);
+            self.consume_receives(hub, endpoint);
         }
     }
 
-    /// Ends a request with its first error, or with success if it has none.
-    fn finish_as_is(&mut self, number: u64) {
-        let Some(request) = self.requests.get_mut(&number) else { return };
-        let result = match request.error.take() {
+    /// Removes a request and reports its completion: with `instead`, or else with the request's own
+    /// error or bytes.
+    fn finish(&mut self, endpoint: &mut EndpointState, number: u64, instead: Option<Ended>) {
+        let Some(mut request) = self.requests.remove(&number) else { return };
+        let result = instead.unwrap_or_else(|| match request.error.take() {
             Some(error) => Err(error),
             None => Ok((request.kind, request.bytes, request.data)),
-        };
-        self.finish(number, result);
-    }
-
-    /// Removes a request and reports its completion.
-    fn finish(&mut self, number: u64, result: Result<(CompletionKind, u64, Option<u64>)>) {
-        let Some(request) = self.requests.remove(&number) else { return };
-        for token in &request.tokens {
-            if let Some(uses) = self.uses.get_mut(token) {
-                *uses -= 1;
-                if *uses == 0 {
-                    self.uses.remove(token);
-                }
-            }
+        });
+        if let Some((owner, chunk)) = request.chunk_of {
+            return self.chunk_ended(owner, chunk, &request, result.map(|(_, bytes, _)| bytes));
         }
-        if let Some((number, chunk)) = request.chunk_of {
-            return self.chunk_ended(number, chunk, request, result.map(|(_, bytes, _)| bytes));
-        }
-        let Some(endpoint) = self.endpoints.get_mut(&request.endpoint) else { return };
         if request.receives() {
             endpoint.receives.retain(|receive| *receive != number);
         }
@@ -421,35 +463,12 @@ impl Engine {
         side.queue.push(completion);
     }
 
-    /// Closes an endpoint. Its requests end as canceled.
-    ///
-    /// # Errors
-    /// The error of libfabric. The endpoint is then still open.
-    pub(super) fn close(&mut self, hub: &Hub, id: u64) -> Result<()> {
-        if !self.endpoints.contains_key(&id) {
-            return Ok(());
-        }
-        // Requests that have ended are not reported as canceled.
-        self.poll(hub, id);
-        let Some(endpoint) = self.endpoints.get_mut(&id) else { return Ok(()) };
-        let objects = mem::replace(&mut endpoint.objects, Objects::none());
-        let number = endpoint.number;
-        if hub.local_only {
-            let (slots, transfers) = (self.bury_slots(id), self.bury_transfers(hub, id));
-            hub.fellows
-                .bury(number, Closed { objects, slots, transfers, open: Arc::clone(&hub.open) });
-        } else {
-            let mut objects = objects;
-            if let Err(error) = objects.close(&hub.open) {
-                if let Some(endpoint) = self.endpoints.get_mut(&id) {
-                    endpoint.objects = objects;
-                }
-                return Err(error);
-            }
-            hub.fellows.remove(number);
-        }
+    /// Ends the requests of a closed endpoint as canceled, and drops its parts.
+    fn end_all(&mut self, hub: &Hub, endpoint: &mut EndpointState) {
+        let id = endpoint.number;
         let of_endpoint = |(number, request): (&u64, &Request)| {
-            (request.endpoint == id).then_some((*number, request.question.is_some()))
+            let own = request.question.is_some();
+            (request.endpoint == id).then_some((*number, own))
         };
         let mut numbers: Vec<_> = self.requests.iter().filter_map(of_endpoint).collect();
         // In the order of their posts.
@@ -459,17 +478,15 @@ impl Engine {
                 self.requests.remove(&number);
                 continue;
             }
-            self.finish(number, Err(canceled(hub, "its endpoint was closed")));
+            let error = canceled(hub, "its endpoint was closed");
+            self.finish(endpoint, number, Some(Err(error)));
         }
         for (index, part) in self.parts.iter_mut().enumerate() {
-            let gone = part.as_ref().is_some_and(|part| part.endpoint == id);
-            if gone {
+            if part.as_ref().is_some_and(|part| part.endpoint == id) {
                 *part = None;
                 self.free.push(index);
             }
         }
-        self.endpoints.remove(&id);
-        Ok(())
     }
 }
 

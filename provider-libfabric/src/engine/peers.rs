@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 
 use super::{
     super::{
-        endpoint_state::{LOOK, Waiting},
+        endpoint_state::{EndpointState, LOOK, Waiting},
         errors,
         hub::Hub,
         part::PartOp,
@@ -23,7 +23,7 @@ use super::{
         request_plan::Planned,
         sys,
     },
-    Engine, Request,
+    Engine, InFlight, Request,
 };
 
 /// Time limit of a liveness check. A peer without an answer until then counts as lost.
@@ -33,17 +33,22 @@ const ANSWER: Duration = Duration::from_secs(5);
 /// be ending the old connection.
 const AGAIN: Duration = Duration::from_secs(1);
 
-impl Engine {
+impl InFlight {
     /// Starts a liveness check of a peer, unless one is in flight. Returns false if this domain or
     /// the peer's domain exposes no memory for the check.
-    pub(super) fn ask(&mut self, hub: &Hub, id: u64, peer: usize) -> bool {
-        self.ask_since(hub, id, peer, Instant::now())
+    pub(super) fn ask(&mut self, hub: &Hub, endpoint: &mut EndpointState, peer: usize) -> bool {
+        self.ask_since(hub, endpoint, peer, Instant::now())
     }
 
     /// Like [`Self::ask`], for a liveness check whose first read was posted at `since`.
-    fn ask_since(&mut self, hub: &Hub, id: u64, peer: usize, since: Instant) -> bool {
+    fn ask_since(
+        &mut self,
+        hub: &Hub,
+        endpoint: &mut EndpointState,
+        peer: usize,
+        since: Instant,
+    ) -> bool {
         let Some((memory, own)) = &hub.alive else { return false };
-        let Some(endpoint) = self.endpoints.get_mut(&id) else { return false };
         let target = &mut endpoint.peers[peer];
         let Some(alive) = target.alive else { return false };
         if mem::replace(&mut target.asked, true) {
@@ -55,50 +60,44 @@ impl Engine {
         let desc = if hub.needs_desc() { own.desc } else { ptr::null_mut() };
         let local = Local { address, len: 8, desc };
         let remote = sys::fi_rma_iov { addr: alive.address, len: 8, key: alive.key };
-        let mut request = Request::new(id, CompletionKind::Read, 8, Some(peer));
+        let mut request = Request::new(endpoint.number, CompletionKind::Read, 8, Some(peer));
         request.question = Some((self.questions, since));
         let mut planned = Planned::none(CompletionKind::Read, 8);
         planned.parts.push((PartOp::Read { remote }, Vectors::one(local)));
-        let (_, parts) = self.admit(hub, request, planned);
-        if let Some(endpoint) = self.endpoints.get_mut(&id) {
-            // A staged request that waits for the answer holds up the requests behind it.
-            for index in parts {
-                endpoint.waiting.push_front(Waiting::Part(index));
-            }
+        let (_, parts) = self.admit(hub, endpoint, request, &mut planned);
+        // A staged request that waits for the answer holds up the requests behind it.
+        for index in parts {
+            endpoint.waiting.push_front(Waiting::Part(index));
         }
         true
     }
 
     /// Ends a liveness check, and the requests that waited for its result. Repeats a failed check
     /// instead if its first read was posted less than [`AGAIN`] ago.
-    pub(super) fn answered(&mut self, hub: &Hub, number: u64) {
+    pub(super) fn answered(&mut self, hub: &Hub, endpoint: &mut EndpointState, number: u64) {
         let Some(request) = self.requests.remove(&number) else { return };
-        let (Some(peer), Some((question, asked))) = (request.peer, request.question) else {
+        let (Some(index), Some((question, asked))) = (request.peer, request.question) else {
             return;
         };
-        let Some(endpoint) = self.endpoints.get_mut(&request.endpoint) else { return };
-        let peer = &mut endpoint.peers[peer];
+        let peer = &mut endpoint.peers[index];
         let expected = peer.alive.map(|alive| alive.number);
         let lives = request.error.is_none()
             && hub.alive.as_ref().is_some_and(|(memory, _)| {
                 Some(memory.answer(question).0.load(Ordering::Relaxed)) == expected
             });
         peer.asked = false;
-        let (index, held) = (request.peer, mem::take(&mut peer.held));
+        let held = mem::take(&mut peer.held);
         if !lives && asked.elapsed() < AGAIN {
             // The provider may still be ending the old connection.
-            if let Some(index) = index
-                && self.ask_since(hub, request.endpoint, index, asked)
-                && let Some(endpoint) = self.endpoints.get_mut(&request.endpoint)
-            {
+            if self.ask_since(hub, endpoint, index, asked) {
                 endpoint.peers[index].held = held;
                 return;
             }
         }
-        self.end_held(hub, held, lives);
+        self.end_held(hub, endpoint, held, lives);
     }
 
-    fn end_held(&mut self, hub: &Hub, held: Vec<u64>, lives: bool) {
+    fn end_held(&mut self, hub: &Hub, endpoint: &mut EndpointState, held: Vec<u64>, lives: bool) {
         for number in held {
             let Some(request) = self.requests.get_mut(&number) else { continue };
             // The status of a work completion says what happened.
@@ -116,15 +115,17 @@ impl Engine {
                     unreachable_peer(hub, error)
                 });
             }
-            self.finish_as_is(number);
+            self.finish(endpoint, number, None);
         }
     }
+}
 
+impl Engine {
     /// Ends the requests that have waited longer than [`ANSWER`] for a liveness check. The peer
     /// counts as lost.
     pub(super) fn end_old_questions(&mut self, hub: &Hub) {
         let mut silent: SmallVec<[(u64, usize); 1]> = SmallVec::new();
-        for request in self.requests.values() {
+        for request in self.in_flight.requests.values() {
             if let (Some((_, asked)), Some(peer)) = (request.question, request.peer)
                 && asked.elapsed() > ANSWER
             {
@@ -134,13 +135,13 @@ impl Engine {
         for (id, peer) in silent {
             let Some(endpoint) = self.endpoints.get_mut(&id) else { continue };
             let held = mem::take(&mut endpoint.peers[peer].held);
-            self.end_held(hub, held, false);
+            self.in_flight.end_held(hub, endpoint, held, false);
         }
     }
 
     /// Ends the requests to peers of this machine that are closed, or whose process has ended.
     pub(super) fn end_lost_peers(&mut self, hub: &Hub) {
-        if self.requests.is_empty() || self.looked.is_some_and(|at| at.elapsed() < LOOK) {
+        if self.in_flight.requests.is_empty() || self.looked.is_some_and(|at| at.elapsed() < LOOK) {
             return;
         }
         self.looked = Some(Instant::now());
@@ -148,11 +149,11 @@ impl Engine {
             let endpoint = self.endpoints.get(&request.endpoint)?;
             endpoint.peers[request.peer?].is_gone(hub).then_some(())
         };
-        let lost = self.requests.iter().filter(|(_, request)| gone(request).is_some());
+        let lost = self.in_flight.requests.iter().filter(|(_, request)| gone(request).is_some());
         let mut lost: Vec<_> = lost.map(|(number, _)| *number).collect();
         lost.sort_unstable();
         for number in lost {
-            let Some(request) = self.requests.get(&number) else { continue };
+            let Some(request) = self.in_flight.requests.get(&number) else { continue };
             let (id, kind, left) = (request.endpoint, request.kind, request.left);
             let (own, question) = (request.of_application(), request.question.is_some());
             let peer = request.peer;
@@ -161,7 +162,7 @@ impl Engine {
                 endpoint.peers[peer].remove_files();
             }
             // The slots of parts in flight stay in use until the endpoint closes.
-            let (parts, free) = (&mut self.parts, &mut self.free);
+            let (parts, free) = (&mut self.in_flight.parts, &mut self.in_flight.free);
             endpoint.waiting.retain(|waiting| {
                 let Waiting::Part(index) = *waiting else {
                     return *waiting != Waiting::Staged(number);
@@ -177,10 +178,11 @@ impl Engine {
                 endpoint.side(kind).in_flight -= left;
             }
             if question {
-                self.requests.remove(&number);
+                self.in_flight.requests.remove(&number);
             } else {
                 let cause = errors::call(&hub.attr().nic, "transfer", -sys::FI_ECONNRESET);
-                self.finish(number, Err(unreachable_peer(hub, cause)));
+                let error = unreachable_peer(hub, cause);
+                self.in_flight.finish(endpoint, number, Some(Err(error)));
             }
         }
     }

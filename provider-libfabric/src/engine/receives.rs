@@ -9,19 +9,23 @@ use hmem_core::{Error, ErrorKind, Result};
 use hmem_p2p::staging::FailedStep;
 
 use super::{
-    super::{endpoint_state::Waiting, hub::Hub, part::Part, sys},
-    Engine, canceled,
+    super::{
+        endpoint_state::{EndpointState, Waiting},
+        hub::Hub,
+        part::Part,
+        sys,
+    },
+    Engine, InFlight, canceled,
 };
 
 /// Time for which the close of a region waits for the transfers that use the region.
 const CLOSE: Duration = Duration::from_secs(1);
 
-impl Engine {
+impl InFlight {
     /// Lets each write with immediate data that has arrived consume the oldest receive. Cancels
     /// this receive, so that no message uses it.
-    pub(super) fn consume_receives(&mut self, hub: &Hub, id: u64) {
+    pub(super) fn consume_receives(&mut self, hub: &Hub, endpoint: &mut EndpointState) {
         loop {
-            let Some(endpoint) = self.endpoints.get_mut(&id) else { return };
             let requests = &mut self.requests;
             let usable = |number: &&u64| {
                 let request = requests.get(*number);
@@ -31,8 +35,7 @@ impl Engine {
             let Some(written) = endpoint.written.pop_front() else { return };
             let Some(request) = requests.get_mut(&number) else { return };
             request.written = Some(written);
-            if !self.cancel_receive(hub, id, number) {
-                let Some(endpoint) = self.endpoints.get_mut(&id) else { return };
+            if !self.cancel_receive(hub, endpoint, number) {
                 endpoint.written.push_front(written);
                 if let Some(request) = self.requests.get_mut(&number) {
                     (request.written, request.arriving) = (None, true);
@@ -42,7 +45,12 @@ impl Engine {
     }
 
     /// Cancels a receive. Returns false if a message is arriving.
-    pub(super) fn cancel_receive(&mut self, hub: &Hub, id: u64, number: u64) -> bool {
+    pub(super) fn cancel_receive(
+        &mut self,
+        hub: &Hub,
+        endpoint: &mut EndpointState,
+        number: u64,
+    ) -> bool {
         let chunk = self
             .requests
             .iter()
@@ -64,15 +72,21 @@ impl Engine {
         let of_request =
             |part: &Option<Part>| part.as_ref().is_some_and(|part| part.request == posted);
         let Some(index) = self.parts.iter().position(of_request) else { return false };
-        let Some(endpoint) = self.endpoints.get_mut(&id) else { return false };
         if endpoint.waiting.contains(&Waiting::Part(index)) {
             endpoint.waiting.retain(|waiting| *waiting != Waiting::Part(index));
-            self.part_failed(hub, index, -sys::FI_ECANCELED, 0);
+            self.part_failed(hub, endpoint, index, (-sys::FI_ECANCELED, 0));
             return true;
         }
-        self.cancel(hub, id, index)
+        self.cancel(hub, endpoint, index)
     }
 
+    /// Returns the number of requests that use a region.
+    fn users(&self, token: u64) -> usize {
+        self.requests.values().filter(|request| request.tokens.contains(&token)).count()
+    }
+}
+
+impl Engine {
     /// Waits until no request uses a region: cancels the receives that use the region, and makes
     /// progress. Staged requests that use the region fail at once, because the region is closed.
     ///
@@ -80,9 +94,11 @@ impl Engine {
     /// Busy: transfers of the region have not ended in time.
     pub(in super::super) fn release(&mut self, hub: &Hub, token: u64) -> Result<()> {
         let deadline = Instant::now() + CLOSE;
-        self.abandon_staged(hub, token);
-        while self.uses.contains_key(&token) {
-            let receives = self.requests.iter().filter(|(_, request)| {
+        if hub.regions.has_staged() {
+            self.abandon_staged(hub, token);
+        }
+        while self.in_flight.users(token) > 0 {
+            let receives = self.in_flight.requests.iter().filter(|(_, request)| {
                 let own = request.chunk_of.is_none();
                 own && request.receives() && request.tokens.contains(&token)
             });
@@ -90,16 +106,19 @@ impl Engine {
                 receives.map(|(number, request)| (*number, request.endpoint)).collect();
             receives.sort_unstable();
             for (number, id) in receives {
-                self.cancel_receive(hub, id, number);
+                if let Some(endpoint) = self.endpoints.get_mut(&id) {
+                    self.in_flight.cancel_receive(hub, endpoint, number);
+                }
             }
-            self.ended += self.progress(hub);
-            if self.uses.contains_key(&token) {
+            self.in_flight.ended += self.progress(hub);
+            let users = self.in_flight.users(token);
+            if users > 0 {
                 if Instant::now() > deadline {
                     let why = "wait for the completions of transfers that use the region, or close \
                                their endpoint, and close the region then";
                     return Err(Error::new(ErrorKind::Busy, "deregister")
                         .provider(hub.attr().nic.to_string())
-                        .context("transfers", self.uses.get(&token).copied().unwrap_or(0))
+                        .context("transfers", users)
                         .remedy(why));
                 }
                 thread::yield_now();

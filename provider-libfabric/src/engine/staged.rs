@@ -15,11 +15,11 @@ use smallvec::SmallVec;
 
 use super::{
     super::{
-        endpoint_state::Waiting,
+        endpoint_state::{EndpointState, Waiting},
         hub::Hub,
         request_plan::{Planned, carry_length, plan},
     },
-    Engine, Request, canceled,
+    Engine, InFlight, Request, canceled,
 };
 
 /// The results of one pass over the waiting requests of an endpoint. In the lists of peers, `None`
@@ -30,16 +30,16 @@ pub(super) struct Round {
     pub(super) blocked: SmallVec<[Option<usize>; 4]>,
     /// Peers with a staged request that has not yet got all its staging buffers. Later requests to
     /// these peers take none in this pass.
-    unbegun: SmallVec<[Option<usize>; 1]>,
+    unbegun: Vec<Option<usize>>,
     /// Peers with a staged request that has failed in this pass. Later parts to these peers are
     /// canceled.
-    pub(super) stopped: SmallVec<[Option<usize>; 1]>,
+    pub(super) stopped: Vec<Option<usize>>,
     /// Slots of parts that libfabric refused, each with libfabric's error number.
-    pub(super) failed: SmallVec<[(usize, i32); 1]>,
+    pub(super) failed: Vec<(usize, i32)>,
     /// Slots of parts that are canceled because of an earlier failure.
-    pub(super) canceled: SmallVec<[usize; 1]>,
+    pub(super) canceled: Vec<usize>,
     /// Staged requests that have ended.
-    pub(super) over: SmallVec<[u64; 1]>,
+    pub(super) over: Vec<u64>,
 }
 
 /// The time at which a part may be posted.
@@ -70,13 +70,13 @@ pub(super) fn turn(
     }
 }
 
-impl Engine {
+impl InFlight {
     /// Advances a staged request: starts copies, and posts filled chunks. Returns true if the
     /// request has not ended.
     pub(super) fn step_staged(
         &mut self,
         hub: &Hub,
-        id: u64,
+        endpoint: &mut EndpointState,
         number: u64,
         round: &mut Round,
     ) -> bool {
@@ -87,9 +87,8 @@ impl Engine {
             let error = canceled(hub, "an earlier staged transfer failed");
             transfer.pipeline_mut().fail(FailedStep::NicTransfer, error);
         }
-        transfer.set_behind_message(self.is_behind_message(id, number, peer));
+        transfer.set_behind_message(self.is_behind_message(endpoint.number, number, peer));
         let may_begin = !round.unbegun.contains(&peer);
-        let Some(endpoint) = self.endpoints.get(&id) else { return false };
         let object = endpoint.objects.endpoint;
         let mut progressed = true;
         while progressed {
@@ -99,7 +98,7 @@ impl Engine {
                 Ok(Posted::Sent)
             });
             for (chunk, planned) in chunks {
-                self.post_chunk(hub, (number, chunk), planned, round);
+                self.post_chunk(hub, endpoint, (number, chunk), planned, round);
             }
         }
         let pipeline = transfer.pipeline();
@@ -140,6 +139,7 @@ impl Engine {
     fn post_chunk(
         &mut self,
         hub: &Hub,
+        endpoint: &mut EndpointState,
         (number, chunk): (u64, u64),
         mut planned: Planned,
         round: &mut Round,
@@ -147,14 +147,11 @@ impl Engine {
         let Some(owner) = self.requests.get_mut(&number) else { return };
         owner.chunks += 1;
         carry_length(&mut planned, owner.bytes);
-        let id = owner.endpoint;
-        let mut request = Request::new(id, planned.kind, planned.bytes, owner.peer);
+        let mut request = Request::new(endpoint.number, planned.kind, planned.bytes, owner.peer);
         request.chunk_of = Some((number, chunk));
-        let (_, parts) = self.admit(hub, request, planned);
+        let (_, parts) = self.admit(hub, endpoint, request, &mut planned);
         for index in parts {
-            if self.post_part(hub, id, index, round)
-                && let Some(endpoint) = self.endpoints.get_mut(&id)
-            {
+            if self.post_part(hub, endpoint, index, round) {
                 endpoint.waiting.push_back(Waiting::Part(index));
             }
         }
@@ -165,7 +162,7 @@ impl Engine {
         &mut self,
         number: u64,
         chunk: u64,
-        request: Request,
+        request: &Request,
         result: Result<u64>,
     ) {
         let Some(owner) = self.requests.get_mut(&number) else { return };
@@ -179,7 +176,7 @@ impl Engine {
     }
 
     /// Ends a staged request whose copies and chunks have ended.
-    pub(super) fn staged_ended(&mut self, hub: &Hub, number: u64) {
+    pub(super) fn staged_ended(&mut self, hub: &Hub, endpoint: &mut EndpointState, number: u64) {
         let Some(request) = self.requests.get_mut(&number) else { return };
         let Some(transfer) = &mut request.staged else { return };
         match transfer.pipeline_mut().result() {
@@ -187,33 +184,8 @@ impl Engine {
             Err((_, error)) => request.error = Some(error),
         }
         request.left = 0;
-        let (id, kind) = (request.endpoint, request.kind);
-        if let Some(endpoint) = self.endpoints.get_mut(&id) {
-            endpoint.side(kind).in_flight -= 1;
-        }
-        self.request_ended(hub, number);
-    }
-
-    /// Fails the staged requests that use a closed region, and waits until their copies have
-    /// stopped. The requests keep the staging buffers that libfabric may still use.
-    pub(super) fn abandon_staged(&mut self, hub: &Hub, token: u64) {
-        let mut receives: SmallVec<[(u64, u64); 2]> = SmallVec::new();
-        for (number, request) in &mut self.requests {
-            if let Some(transfer) = &mut request.staged
-                && request.tokens.contains(&token)
-                && transfer.fail_if_closed()
-            {
-                transfer.pipeline_mut().stop();
-                request.tokens.retain(|used| *used != token);
-                if request.receives() {
-                    receives.push((request.endpoint, *number));
-                }
-                self.uses.remove(&token);
-            }
-        }
-        for (id, number) in receives {
-            self.cancel_receive(hub, id, number);
-        }
+        endpoint.side(request.kind).in_flight -= 1;
+        self.request_ended(hub, endpoint, number);
     }
 
     /// Returns the transfers of a closed endpoint that have chunks in flight. Their copies have
@@ -228,5 +200,30 @@ impl Engine {
             Some(*transfer)
         });
         transfers.collect()
+    }
+}
+
+impl Engine {
+    /// Fails the staged requests that use a closed region, and waits until their copies have
+    /// stopped. The requests keep the staging buffers that libfabric may still use.
+    pub(super) fn abandon_staged(&mut self, hub: &Hub, token: u64) {
+        let mut receives: SmallVec<[(u64, u64); 2]> = SmallVec::new();
+        for (number, request) in &mut self.in_flight.requests {
+            if let Some(transfer) = &mut request.staged
+                && request.tokens.contains(&token)
+                && transfer.fail_if_closed()
+            {
+                transfer.pipeline_mut().stop();
+                request.tokens.retain(|used| *used != token);
+                if request.receives() {
+                    receives.push((request.endpoint, *number));
+                }
+            }
+        }
+        for (id, number) in receives {
+            if let Some(endpoint) = self.endpoints.get_mut(&id) {
+                self.in_flight.cancel_receive(hub, endpoint, number);
+            }
+        }
     }
 }
