@@ -5,7 +5,7 @@
 use std::{
     any::Any,
     ffi::{c_int, c_void},
-    fmt,
+    fmt, mem,
     os::fd::AsRawFd,
     ptr,
     sync::{Arc, atomic::Ordering},
@@ -30,7 +30,7 @@ use super::{
     errors,
     hub::{AliveMemory, Hub},
     listing::{Entry, Listing},
-    open::{DomainGuard, OpenDomain, close_all},
+    open::{DomainGuard, OpenDomain, Unfinished, close_all},
     region::{Kind, LOCAL_RIGHTS, Part, Parts, Region, Regions},
     settings::{EndpointPointer, Settings},
     staging::Staging,
@@ -91,7 +91,7 @@ impl FabricDomain {
             open: Arc::clone(&self.open),
             regions: Arc::clone(&self.regions),
             // Host memory is the only memory of most registries.
-            devices: registry.iter().count() > 1,
+            has_devices: registry.iter().count() > 1,
             registry,
             limits: entry.limits(),
             entry,
@@ -447,23 +447,15 @@ unsafe impl ProviderDomain for FabricDomain {
         let endpoint = self.endpoint(Settings::of(request.extension))?;
         // Outside of ENDPOINT mode, only a region that waits for a counter is disabled at first.
         let enable = request.enabled && endpoint.is_some();
-        let mut parts = Parts::new();
+        let mut made = Unfinished { open: &self.open, parts: Parts::new() };
         for piece in pieces {
-            let made = self.register_piece(request, piece).and_then(|part| {
-                parts.push(part);
-                if endpoint.is_none() {
-                    return Ok(());
-                }
-                // SAFETY: the registration was made just now. The caller of `Settings::endpoint`
-                // or `Builder::endpoint` promised an open endpoint of the domain.
-                unsafe { self.open.start(&part, endpoint, enable) }
-            });
-            if let Err(error) = made {
-                let trouble = "a part of a refused region stays registered";
-                close_all(&self.open, &mut parts, trouble);
-                return Err(error);
-            }
+            let part = self.register_piece(request, piece)?;
+            made.parts.push(part);
+            // SAFETY: the registration was made just now. The caller of `Settings::endpoint` or
+            // `Builder::endpoint` promised an open endpoint of the domain.
+            unsafe { self.open.start(&part, endpoint, enable) }?;
         }
+        let parts = mem::take(&mut made.parts);
         let kind = match request.memory {
             RegisteredMemory::Host { .. } => Kind::Host,
             _ => Kind::Direct,

@@ -65,7 +65,7 @@ pub(super) struct Hub {
     pub(super) regions: Arc<Regions>,
     pub(super) registry: Arc<Registry>,
     /// True if the registry has device memory.
-    pub(super) devices: bool,
+    pub(super) has_devices: bool,
     pub(super) entry: Entry,
     pub(super) limits: Limits,
     pub(super) fellows: Arc<Fellows>,

@@ -176,6 +176,18 @@ impl OpenDomain {
     }
 }
 
+/// Registrations that a call has made so far. Dropping the value closes them.
+pub(super) struct Unfinished<'a> {
+    pub(super) open: &'a OpenDomain,
+    pub(super) parts: Parts,
+}
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        close_all(self.open, &mut self.parts, "a part of a refused region stays registered");
+    }
+}
+
 /// Closes registrations that are in no table of regions. Logs an error with the message `trouble`
 /// for each one that stays open.
 pub(super) fn close_all(open: &OpenDomain, parts: &mut Parts, trouble: &str) {

@@ -212,7 +212,7 @@ pub(super) fn plan(
 fn local_list(hub: &Hub, segments: &[LocalSegment], right: Access) -> Result<LocalList> {
     LocalList::new(&hub.regions, segments, right, hub.needs_desc(), |segment| {
         let range = AddressRange::new(segment.address, segment.len.max(1))?;
-        Ok(hub.devices && hub.registry.owner_of_range(range)?.iface != IfaceKind::SYSTEM)
+        Ok(hub.has_devices && hub.registry.owner_of_range(range)?.iface != IfaceKind::SYSTEM)
     })
 }
 
