@@ -24,8 +24,12 @@ use super::{
     queue::Queue,
 };
 
-/// Minimum time between two searches for lost peers, and between two checks by posts of whether the
-/// process of a peer still runs.
+/// Minimum time between two searches for lost peers, and between two checks of a peer's process.
+///
+/// A post up to this long after the end of a peer's process may be accepted. Progress then ends the
+/// request. A peer may also die while it holds a lock in the memory that libfabric's `shm` shares.
+/// The next call of libfabric can then block. A check before each post would not exclude this
+/// either, because the peer may die after the check.
 pub(super) const LOOK: Duration = Duration::from_millis(10);
 
 /// The transmit side or the receive side of an endpoint.
@@ -60,15 +64,17 @@ pub(super) struct Peer {
     /// The time at which libfabric began to refuse parts to this peer with `FI_EAGAIN`. `None`
     /// while libfabric takes parts.
     pub(super) blocked: Option<Instant>,
-    /// True while a liveness check of the peer is in flight (`Engine::ask`).
+    /// True while a liveness check of the peer is in flight (`InFlight::ask`).
     pub(super) asked: bool,
     /// The numbers of the failed requests that wait for the result of the liveness check.
     pub(super) held: Vec<u64>,
     /// True if the peer's process ran on this machine when the peer was resolved. The end of such a
     /// process is detected.
     watched: bool,
-    /// The time at which a post last found the process of a peer in another process running.
+    /// The time of the last check of the peer's process, for a peer in another process.
     seen: Option<Instant>,
+    /// True once the peer was found closed, which it then remains.
+    gone: bool,
 }
 
 impl Peer {
@@ -85,47 +91,49 @@ impl Peer {
             held,
             watched,
             seen: None,
+            gone: false,
         }
     }
 
-    /// Refuses a peer that is closed.
-    ///
-    /// The process of a peer in another process is checked at most once in [`LOOK`], because the
-    /// check reads a file. If that process ends in between, progress ends the requests to the peer.
+    /// Refuses a peer that is closed (see [`Self::is_gone`]).
     ///
     /// # Errors
     /// Unreachable: this process has closed the peer's endpoint, or the peer's process has ended.
     pub(super) fn check_open(&mut self, hub: &Hub) -> Result<()> {
-        let own = self.name.family == hub.fellows.family;
-        if !own && self.seen.is_some_and(|at| at.elapsed() < LOOK) {
-            return Ok(());
-        }
         if self.is_gone(hub) {
             let why = "resolve the name of an open endpoint: the peer is closed";
             return Err(refuse(ErrorKind::Unreachable, why));
-        }
-        if !own {
-            self.seen = Some(Instant::now());
         }
         Ok(())
     }
 
     /// Returns true if the peer is known to be closed. This is known only of endpoints of this
     /// process, and of processes of this machine that have ended.
-    pub(super) fn is_gone(&self, hub: &Hub) -> bool {
-        match self.name.family == hub.fellows.family {
-            true => !hub.fellows.is_open(self.name.number),
-            false => self.watched && !self.name.process.runs(),
+    ///
+    /// The process of a peer in another process is checked at most once in [`LOOK`], because the
+    /// check reads a file. The files of a process that has ended are removed.
+    pub(super) fn is_gone(&mut self, hub: &Hub) -> bool {
+        if self.gone {
+            return true;
         }
+        if self.name.family == hub.fellows.family {
+            self.gone = !hub.fellows.is_open(self.name.number);
+        } else if self.watched && self.seen.is_none_or(|at| at.elapsed() >= LOOK) {
+            self.gone = !self.name.process.runs();
+            self.seen = Some(Instant::now());
+            if self.gone {
+                self.remove_files();
+            }
+        }
+        self.gone
     }
 
-    /// Removes the shared-memory file that the peer's process left behind. Does nothing unless the
-    /// process ran on this machine and has ended.
-    pub(super) fn remove_files(&self) {
-        let (process, address) = (self.name.process, &self.name.address);
+    /// Removes the shared-memory file that the peer's process, which has ended, left behind.
+    fn remove_files(&self) {
+        let (id, address) = (self.name.process.id, &self.name.address);
         let name = address.strip_prefix(b"fi_shm://".as_slice()).unwrap_or(address);
         let name = String::from_utf8_lossy(name.split(|byte| *byte == 0).next().unwrap_or(name));
-        if self.watched && !process.runs() && name.starts_with(&format!("{}:", process.id)) {
+        if name.starts_with(&format!("{id}:")) {
             // The process may have removed the file itself, as another peer may.
             let _absent = fs::remove_file(format!("/dev/shm/{name}")).is_err();
         }

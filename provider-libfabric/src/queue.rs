@@ -3,6 +3,7 @@
 
 use std::{
     collections::VecDeque,
+    iter,
     sync::atomic::{AtomicUsize, Ordering},
 };
 
@@ -51,8 +52,8 @@ impl Queue {
         let mut ready = self.ready.lock();
         let count = max.min(ready.len());
         // Cheaper than `drain` for the one or two completions of most reads.
-        for _ in 0..count {
-            out.extend(ready.pop_front());
+        for completion in iter::from_fn(|| ready.pop_front()).take(count) {
+            out.push(completion);
         }
         self.used.fetch_sub(count, Ordering::Relaxed);
         count

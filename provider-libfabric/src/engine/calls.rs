@@ -4,7 +4,7 @@
 
 use std::{
     ffi::{c_int, c_void},
-    mem::{self, MaybeUninit},
+    mem, ptr,
     time::{Duration, Instant},
 };
 
@@ -21,6 +21,28 @@ use super::{
 
 /// Number of completions that one call reads.
 const BATCH: usize = 16;
+
+/// An entry of a completion queue that no call has written.
+const UNWRITTEN: fi_cq_tagged_entry = fi_cq_tagged_entry {
+    op_context: ptr::null_mut(),
+    flags: 0,
+    len: 0,
+    buf: ptr::null_mut(),
+    data: 0,
+    tag: 0,
+};
+
+/// The entries that a read of a completion queue fills.
+///
+/// A provider need not write the fields that an operation has no use for (`fi_cq(3)`). So each
+/// entry is [`UNWRITTEN`] before a read.
+pub(super) struct Entries([fi_cq_tagged_entry; BATCH]);
+
+impl Default for Entries {
+    fn default() -> Self {
+        Self([UNWRITTEN; BATCH])
+    }
+}
 
 /// Time limit for libfabric to connect to a peer. A part that waits longer fails with
 /// `FI_ETIMEDOUT`.
@@ -109,9 +131,13 @@ impl InFlight {
         let returned = {
             let _guard = hub.open.lock();
             // SAFETY: the endpoint is open while it is in the table. Slots live as long as the
-            // engine. The caller of `post` promised local memory that is valid, or it is that of a
-            // region, whose close waits for the request, or a staging buffer, which its transfer
-            // keeps.
+            // engine, or with the objects of their closed endpoint (`Fellows`). The caller of
+            // `post` promised local memory that is valid, or it is that of a region, whose close
+            // waits for the request, or a staging buffer, which its transfer keeps. Two kinds of
+            // requests end before libfabric reports them. `end_lost_peers` ends those to a peer
+            // that is closed or dead and so sends nothing more, after it has read the queue. The
+            // close of an endpoint whose objects `Fellows` keeps ends the endpoint's requests.
+            // Nothing makes progress on these objects any more.
             unsafe { part.post(endpoint.objects.endpoint, self.slots[index]) }
         };
         let mut peer = request.peer.map(|peer| &mut endpoint.peers[peer]);
@@ -161,14 +187,14 @@ impl InFlight {
     /// Reads at most [`BATCH`] completions of an endpoint, and returns their number.
     fn poll(&mut self, hub: &Hub, endpoint: &mut EndpointState) -> usize {
         let queue = endpoint.objects.queue;
-        let mut entries = [const { MaybeUninit::<fi_cq_tagged_entry>::uninit() }; BATCH];
         let count = {
             let _guard = hub.open.lock();
+            let entries = self.entries.0.as_mut_ptr().cast();
             // SAFETY: the queue is open while its endpoint is in the table, and has entries of
             // this format.
             unsafe {
                 let read = (*(*queue).ops).read;
-                read.map_or(0, |read| read(queue, entries.as_mut_ptr().cast(), BATCH))
+                read.map_or(0, |read| read(queue, entries, BATCH))
             }
         };
         if count == -(sys::FI_EAVAIL as isize) {
@@ -176,9 +202,9 @@ impl InFlight {
             return 1;
         }
         let count = usize::try_from(count).unwrap_or(0).min(BATCH);
-        for entry in &entries[..count] {
-            // SAFETY: the call has written as many entries as it returned.
-            self.completed(hub, endpoint, unsafe { entry.assume_init_ref() });
+        for index in 0..count {
+            let entry = mem::replace(&mut self.entries.0[index], UNWRITTEN);
+            self.completed(hub, endpoint, &entry);
         }
         count
     }

@@ -30,7 +30,7 @@ use super::{
     sys::{self, fi_cq_tagged_entry},
 };
 
-use self::peers::unreachable_peer;
+use self::{calls::Entries, peers::unreachable_peer};
 
 /// The outcome of a request: the kind, the length and the immediate data of its completion.
 type Ended = Result<(CompletionKind, u64, Option<u64>)>;
@@ -137,8 +137,12 @@ struct InFlight {
     /// The indices of the free slots.
     free: Vec<usize>,
     requests: FxHashMap<u64, Request>,
-    /// The number of liveness checks that were started.
-    questions: usize,
+    /// The requests that are liveness checks. Those that have ended are removed later
+    /// (`end_old_questions`).
+    questions: Vec<u64>,
+    /// The number of the last liveness check.
+    last_question: usize,
+    entries: Entries,
     /// The number of requests of the application that have ended since the last call of `progress`.
     ended: usize,
 }
@@ -172,7 +176,7 @@ impl Engine {
             self.in_flight.poll_all(hub, endpoint);
             self.in_flight.flush(hub, endpoint);
         }
-        if self.in_flight.questions > 0 {
+        if !self.in_flight.questions.is_empty() {
             self.end_old_questions(hub);
         }
         if hub.local_only {
@@ -199,8 +203,10 @@ impl Engine {
             endpoint.objects.close(&hub.open)?;
             hub.fellows.remove(id);
         }
-        in_flight.end_all(hub, endpoint);
-        self.endpoints.remove(&id);
+        // The objects are closed, or belong to `Fellows` now.
+        if let Some(mut endpoint) = self.endpoints.remove(&id) {
+            in_flight.end_all(hub, &mut endpoint);
+        }
         Ok(())
     }
 }
@@ -467,14 +473,14 @@ impl InFlight {
     fn end_all(&mut self, hub: &Hub, endpoint: &mut EndpointState) {
         let id = endpoint.number;
         let of_endpoint = |(number, request): (&u64, &Request)| {
-            let own = request.question.is_some();
-            (request.endpoint == id).then_some((*number, own))
+            let is_question = request.question.is_some();
+            (request.endpoint == id).then_some((*number, is_question))
         };
         let mut numbers: Vec<_> = self.requests.iter().filter_map(of_endpoint).collect();
         // In the order of their posts.
         numbers.sort_unstable();
-        for (number, own) in numbers {
-            if own {
+        for (number, is_question) in numbers {
+            if is_question {
                 self.requests.remove(&number);
                 continue;
             }

@@ -54,17 +54,18 @@ impl InFlight {
         if mem::replace(&mut target.asked, true) {
             return true;
         }
-        self.questions += 1;
-        let (word, address) = memory.answer(self.questions);
+        self.last_question += 1;
+        let (word, address) = memory.answer(self.last_question);
         word.store(!alive.number, Ordering::Relaxed);
         let desc = if hub.needs_desc() { own.desc } else { ptr::null_mut() };
         let local = Local { address, len: 8, desc };
         let remote = sys::fi_rma_iov { addr: alive.address, len: 8, key: alive.key };
         let mut request = Request::new(endpoint.number, CompletionKind::Read, 8, Some(peer));
-        request.question = Some((self.questions, since));
+        request.question = Some((self.last_question, since));
         let mut planned = Planned::none(CompletionKind::Read, 8);
         planned.parts.push((PartOp::Read { remote }, Vectors::one(local)));
-        let (_, parts) = self.admit(hub, endpoint, request, &mut planned);
+        let (number, parts) = self.admit(hub, endpoint, request, &mut planned);
+        self.questions.push(number);
         // A staged request that waits for the answer holds up the requests behind it.
         for index in parts {
             endpoint.waiting.push_front(Waiting::Part(index));
@@ -125,13 +126,16 @@ impl Engine {
     /// counts as lost.
     pub(super) fn end_old_questions(&mut self, hub: &Hub) {
         let mut silent: SmallVec<[(u64, usize); 1]> = SmallVec::new();
-        for request in self.in_flight.requests.values() {
+        let InFlight { questions, requests, .. } = &mut self.in_flight;
+        questions.retain(|number| {
+            let Some(request) = requests.get(number) else { return false };
             if let (Some((_, asked)), Some(peer)) = (request.question, request.peer)
                 && asked.elapsed() > ANSWER
             {
                 silent.push((request.endpoint, peer));
             }
-        }
+            true
+        });
         for (id, peer) in silent {
             let Some(endpoint) = self.endpoints.get_mut(&id) else { continue };
             let held = mem::take(&mut endpoint.peers[peer].held);
@@ -144,23 +148,35 @@ impl Engine {
         if self.in_flight.requests.is_empty() || self.looked.is_some_and(|at| at.elapsed() < LOOK) {
             return;
         }
+        let requests = &self.in_flight.requests;
+        let to = |request: &Request| Some((request.endpoint, request.peer?));
+        let mut peers: SmallVec<[_; 4]> = requests.values().filter_map(to).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        peers.retain(|(id, peer)| {
+            self.endpoints.get_mut(id).is_some_and(|endpoint| endpoint.peers[*peer].is_gone(hub))
+        });
+        // Not earlier: the next search must not come before the next check of a peer.
         self.looked = Some(Instant::now());
-        let gone = |request: &Request| {
-            let endpoint = self.endpoints.get(&request.endpoint)?;
-            endpoint.peers[request.peer?].is_gone(hub).then_some(())
-        };
-        let lost = self.in_flight.requests.iter().filter(|(_, request)| gone(request).is_some());
+        if peers.is_empty() {
+            return;
+        }
+        // Nothing arrives from these peers after this read.
+        for (id, _) in &peers {
+            if let Some(endpoint) = self.endpoints.get_mut(id) {
+                self.in_flight.poll_all(hub, endpoint);
+            }
+        }
+        let lost = self.in_flight.requests.iter().filter(|(_, request)| {
+            to(request).is_some_and(|peer| peers.binary_search(&peer).is_ok())
+        });
         let mut lost: Vec<_> = lost.map(|(number, _)| *number).collect();
         lost.sort_unstable();
         for number in lost {
             let Some(request) = self.in_flight.requests.get(&number) else { continue };
             let (id, kind, left) = (request.endpoint, request.kind, request.left);
             let (own, question) = (request.of_application(), request.question.is_some());
-            let peer = request.peer;
             let Some(endpoint) = self.endpoints.get_mut(&id) else { continue };
-            if let Some(peer) = peer {
-                endpoint.peers[peer].remove_files();
-            }
             // The slots of parts in flight stay in use until the endpoint closes.
             let (parts, free) = (&mut self.in_flight.parts, &mut self.in_flight.free);
             endpoint.waiting.retain(|waiting| {
