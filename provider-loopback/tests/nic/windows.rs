@@ -39,6 +39,13 @@ impl Scene {
         Self { pair, target, region }
     }
 
+    /// Returns a scene whose NIC's calls the faults count and hold.
+    fn with_faults() -> (Self, Faults) {
+        let faults = Faults::new();
+        let provider = Loopback::builder().faults(&faults).build().unwrap();
+        (Self::new(Pair::new(provider, MrMode::empty())), faults)
+    }
+
     fn bind(
         &self,
         window: ProviderWindow,
@@ -140,9 +147,7 @@ fn type_1_bind_changes_the_tag_and_ends_the_old_key() {
 /// invalidates the old key is in flight.
 #[test]
 fn window_bound_again_during_a_message_keeps_its_new_key() {
-    let faults = Faults::new();
-    let provider = Loopback::builder().faults(&faults).build().unwrap();
-    let scene = Scene::new(Pair::new(provider, MrMode::empty()));
+    let (scene, faults) = Scene::with_faults();
     let (here, there) = (&scene.pair.here, &scene.pair.there);
     let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
     let bind = |tag| scene.post_bind(there, window, 64, Addressing::ZeroBased, tag).unwrap();
@@ -190,9 +195,7 @@ fn window_is_invalidated_through_its_own_endpoint_only() {
 /// The region is closed after the bind was posted, and before it is executed.
 #[test]
 fn failed_bind_of_type_2a_does_not_keep_its_endpoint_open() {
-    let faults = Faults::new();
-    let provider = Loopback::builder().faults(&faults).build().unwrap();
-    let scene = Scene::new(Pair::new(provider, MrMode::empty()));
+    let (scene, faults) = Scene::with_faults();
     let there = &scene.pair.there;
     let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoA).unwrap();
     let here =
@@ -228,9 +231,7 @@ fn failed_bind_of_type_2a_does_not_keep_its_endpoint_open() {
 /// nothing left to end.
 #[test]
 fn close_of_an_endpoint_ends_its_unused_bindings() {
-    let faults = Faults::new();
-    let provider = Loopback::builder().faults(&faults).build().unwrap();
-    let scene = Scene::new(Pair::new(provider, MrMode::empty()));
+    let (scene, faults) = Scene::with_faults();
     let there = &scene.pair.there;
     let window = there.domain.windows().unwrap().alloc_window(WindowType::TwoB).unwrap();
     scene.post_bind(there, window, 64, Addressing::Virtual, 3).unwrap();
@@ -246,9 +247,7 @@ fn close_of_an_endpoint_ends_its_unused_bindings() {
 /// then waits for the transfers.
 #[test]
 fn freeing_a_window_waits_for_transfers_after_endpoint_close() {
-    let faults = Faults::new();
-    let provider = Loopback::builder().faults(&faults).build().unwrap();
-    let scene = Scene::new(Pair::new(provider, MrMode::empty()));
+    let (scene, faults) = Scene::with_faults();
     let windows = scene.pair.there.domain.windows().unwrap();
     let window = windows.alloc_window(WindowType::TwoB).unwrap();
     let number = scene.post_bind(&scene.pair.there, window, 64, Addressing::Virtual, 3).unwrap();
@@ -297,9 +296,7 @@ fn end_of_a_binding_waits_for_transfers_through_the_window() {
         }),
     ];
     for (kind, end) in ends {
-        let faults = Faults::new();
-        let provider = Loopback::builder().faults(&faults).build().unwrap();
-        let scene = Scene::new(Pair::new(provider, MrMode::empty()));
+        let (scene, faults) = Scene::with_faults();
         let window = scene.pair.there.domain.windows().unwrap().alloc_window(kind).unwrap();
         let number = if kind == WindowType::One {
             scene.bind(window, 64, 64, READ | WRITE).unwrap().key
