@@ -71,9 +71,10 @@ pub(super) struct Peer {
     /// True if the peer's process ran on this machine when the peer was resolved. The end of such a
     /// process is detected.
     watched: bool,
-    /// The time of the last check of the peer's process, for a peer in another process.
+    /// The time of the last check of the peer's process, or `None` before the first. Only a peer in
+    /// another process that is `watched` is checked.
     seen: Option<Instant>,
-    /// True once the peer was found closed, which it then remains.
+    /// True once the peer was found closed. It never becomes false again.
     gone: bool,
 }
 
@@ -107,11 +108,11 @@ impl Peer {
         Ok(())
     }
 
-    /// Returns true if the peer is known to be closed. This is known only of endpoints of this
-    /// process, and of processes of this machine that have ended.
+    /// Returns true if the peer is known to be closed. This is known only of an endpoint of this
+    /// process, and of a process of this machine that has ended since the peer was resolved.
     ///
-    /// The process of a peer in another process is checked at most once in [`LOOK`], because the
-    /// check reads a file. The files of a process that has ended are removed.
+    /// Another process is checked at most once per interval [`LOOK`], because the check reads a
+    /// file. If the process has ended, this removes the shared-memory file that it left behind.
     pub(super) fn is_gone(&mut self, hub: &Hub) -> bool {
         if self.gone {
             return true;

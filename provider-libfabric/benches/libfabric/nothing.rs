@@ -196,7 +196,8 @@ unsafe extern "C" fn getinfo(
     hints: *const sys::fi_info,
     out: *mut *mut sys::fi_info,
 ) -> c_int {
-    // SAFETY: the caller passes hints of `dupinfo` and a place for the list.
+    // SAFETY: the caller passes hints that `dupinfo` returned, and a place for the list. `dupinfo`
+    // sets the pointers of `info` that are read here.
     unsafe {
         let info = dupinfo(ptr::null());
         (*info).caps = (*hints).caps;

@@ -22,7 +22,7 @@ use super::{
 /// Number of completions that one call reads.
 const BATCH: usize = 16;
 
-/// An entry of a completion queue that no call has written.
+/// The value of an entry of a completion queue before libfabric writes the entry.
 const UNWRITTEN: fi_cq_tagged_entry = fi_cq_tagged_entry {
     op_context: ptr::null_mut(),
     flags: 0,

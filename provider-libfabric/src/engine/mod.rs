@@ -127,7 +127,7 @@ pub(super) struct Engine {
 /// The methods that get an endpoint expect the endpoint of the request or the part.
 #[derive(Default)]
 struct InFlight {
-    /// The number of the last request. Later requests have greater numbers.
+    /// The number of the newest request. Each new request gets the next greater number.
     last: u64,
     /// The slots: storage that libfabric points to while a part is in flight. A part has the index
     /// of its slot.
@@ -168,8 +168,8 @@ impl Engine {
         self.in_flight.post(hub, endpoint, request)
     }
 
-    /// Makes progress on all endpoints. Returns the number of requests that ended since the last
-    /// call.
+    /// Makes progress on all endpoints. Returns the number of requests of the application that have
+    /// ended since the previous call of `progress` returned.
     pub(super) fn progress(&mut self, hub: &Hub) -> usize {
         for endpoint in self.endpoints.values_mut() {
             self.in_flight.flush(hub, endpoint);
@@ -192,7 +192,8 @@ impl Engine {
     pub(super) fn close(&mut self, hub: &Hub, id: u64) -> Result<()> {
         let Some(endpoint) = self.endpoints.get_mut(&id) else { return Ok(()) };
         let in_flight = &mut self.in_flight;
-        // Requests that have ended are not reported as canceled.
+        // The completion queues are read first. Otherwise requests that libfabric has completed
+        // would be reported as canceled.
         in_flight.poll_all(hub, endpoint);
         if hub.local_only {
             let objects = mem::replace(&mut endpoint.objects, Objects::none());

@@ -156,7 +156,8 @@ impl Engine {
         peers.retain(|(id, peer)| {
             self.endpoints.get_mut(id).is_some_and(|endpoint| endpoint.peers[*peer].is_gone(hub))
         });
-        // Not earlier: the next search must not come before the next check of a peer.
+        // Set after the checks above. Otherwise the next search could come less than `LOOK` after a
+        // peer's check, and would use that check's result.
         self.looked = Some(Instant::now());
         if peers.is_empty() {
             return;
