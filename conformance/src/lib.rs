@@ -43,7 +43,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from those on earlier lines (`tests/repository/layers` checks it):
 //!
 //! - `bytes`, `control`, `memory`, `stale`, `trial`
 //! - `link`

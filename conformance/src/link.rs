@@ -191,12 +191,12 @@ pub fn open_endpoint(
     Ok((domain.open_endpoint(&attr)?, cq))
 }
 
-/// Waits until `reached` returns true. Panics after 10 seconds, so that a test fails instead of
+/// Waits until `reached` returns true. Panics after 15 seconds, so that a test fails instead of
 /// hanging. `what` names the awaited event in the panic.
 pub fn eventually(what: &str, mut reached: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(15);
     while !reached() {
-        assert!(Instant::now() < deadline, "{what} did not happen within 10 seconds");
+        assert!(Instant::now() < deadline, "{what} did not happen within 15 seconds");
         // Lets the other processor of an emulated machine run in the meantime.
         std::hint::spin_loop();
         std::thread::yield_now();

@@ -30,7 +30,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from modules on earlier lines (`tests/layers` checks this):
+//! A module imports only from modules on earlier lines (`tests/repository/layers` checks this):
 //!
 //! - `access`, `counter`, `dma_buf`, `iface_kind`, `named_enum`, `nic`, `racing`
 //! - `error`, `flags`

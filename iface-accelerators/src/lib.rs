@@ -13,7 +13,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from those on earlier lines (`tests/repository/layers` checks it):
 //!
 //! - `neuron/sys`, `synapseai/sys`: function tables and constants
 //! - `neuron/causes`, `synapseai/causes`: causes of refusals

@@ -23,7 +23,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from those on earlier lines (`tests/repository/layers` checks it):
 //!
 //! - `sys`, `causes`: the function table, layouts and constants of the driver; the causes of its
 //!   refusals

@@ -42,7 +42,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from those on earlier lines (`tests/repository/layers` checks it):
 //!
 //! - `errors`, `in_flight`, `library`, `open`, `table`: errors, copies, values of a library,
 //!   opening and closing, memory to release

@@ -21,7 +21,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from those on earlier lines (`tests/repository/layers` checks it):
 //!
 //! - `sys`, `causes`: function table, layouts and constants; the causes of the runtime's refusals
 //! - `error`: the runtime's codes as errors

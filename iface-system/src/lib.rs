@@ -11,7 +11,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from those on earlier lines (`tests/repository/layers` checks it):
 //!
 //! - `sys`
 //! - `ipc_handle`, `monitor`, `numa`

@@ -20,7 +20,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from those on earlier lines (`tests/repository/layers` checks it):
 //!
 //! - `sys`, `causes`: function table, layouts and constants; the causes of the driver's refusals
 //! - `error`: driver codes as errors

@@ -87,11 +87,11 @@ impl FabricDomain {
             _ => None,
         };
         let layers = listing.provider_of(&entry);
+        let has_devices = registry.iter().any(|iface| iface.kind() != IfaceKind::SYSTEM);
         let hub = Hub {
             open: Arc::clone(&self.open),
             regions: Arc::clone(&self.regions),
-            // Host memory is the only memory of most registries.
-            has_devices: registry.iter().count() > 1,
+            has_devices,
             registry,
             limits: entry.limits(),
             entry,

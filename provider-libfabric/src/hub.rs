@@ -64,7 +64,8 @@ pub(super) struct Hub {
     pub(super) open: Arc<OpenDomain>,
     pub(super) regions: Arc<Regions>,
     pub(super) registry: Arc<Registry>,
-    /// True if the registry has device memory.
+    /// True if the registry has an iface for device memory. Most registries have none, and plans
+    /// then need not look up the owner of memory.
     pub(super) has_devices: bool,
     pub(super) entry: Entry,
     pub(super) limits: Limits,

@@ -77,7 +77,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from those on earlier lines (`tests/repository/layers` checks it):
 //!
 //! - `sys`: functions and layouts of libfabric
 //! - `errors`, `own_cache`: error numbers; libfabric's own registration cache

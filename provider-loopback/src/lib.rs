@@ -55,7 +55,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from those on earlier lines (`tests/repository/layers` checks it):
 //!
 //! - `faults`, `keys`, `memory`, `progress`, `queue`
 //! - `atomic`, `config`, `region`

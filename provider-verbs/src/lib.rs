@@ -70,7 +70,7 @@
 //!
 //! # Layers
 //!
-//! A module imports only from those on earlier lines (`tests/layers` checks it):
+//! A module imports only from those on earlier lines (`tests/repository/layers` checks it):
 //!
 //! - `sys`, `huge`: functions and layouts of libibverbs; huge pages
 //! - `split`: arithmetic of cuts

@@ -195,7 +195,7 @@ pub(crate) fn with_each_monitor(rounds_each: u32, show: impl Fn(&Link, CudaMonit
 
 /// MR-07, CACHE-02, MON-07
 ///
-/// Covers every profile and monitor, with frees by the iface and by the application: 4,800
+/// Covers every profile and monitor, with frees by the iface and by the application: 1,200
 /// reallocations in total.
 #[test]
 fn reallocated_cuda_memory_is_never_a_stale_hit() {

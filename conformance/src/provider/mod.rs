@@ -56,8 +56,8 @@ behaviours! {
     region_of_several_ranges_is_one_run_of_bytes, ZERO_BASED;
     /// Requirement MR-01: `reg`, `regv` and `regattr` give equal regions for equal requests.
     reg_regv_and_regattr_register_a_range_alike;
-    /// Requirements MR-02 and MR-12: a range at any start registers and closes with every set of
-    /// rights.
+    /// Requirements MR-02 and MR-12: a range registers and closes with every set of rights, each at
+    /// one of five starts. Each right is tested at every start.
     every_set_of_rights_registers_at_any_start;
     /// Requirement MR-02: peers reach the first and the last byte of regions of up to 64 MiB, and
     /// not the byte after them.

@@ -5,6 +5,9 @@ mod nearest_nics;
 #[cfg(feature = "recordings")]
 mod topology;
 mod topology_c2c;
-#[allow(dead_code, reason = "other tests use the rest of it")]
+#[cfg_attr(
+    not(feature = "recordings"),
+    allow(dead_code, reason = "tests of recordings use the rest")
+)]
 #[path = "../topology_machines/mod.rs"]
 mod topology_machines;

@@ -135,7 +135,7 @@ impl InFlight {
             // `post` promised local memory that is valid, or it is that of a region, whose close
             // waits for the request, or a staging buffer, which its transfer keeps. Two kinds of
             // requests end before libfabric reports them. `end_lost_peers` ends those to a peer
-            // that is closed or dead and so sends nothing more, after it has read the queue. The
+            // that is closed or dead and so sends nothing more, after it has read completions. The
             // close of an endpoint whose objects `Fellows` keeps ends the endpoint's requests.
             // Nothing makes progress on these objects any more.
             unsafe { part.post(endpoint.objects.endpoint, self.slots[index]) }
@@ -172,8 +172,9 @@ impl InFlight {
         }
     }
 
-    /// Reads the completion queue of an endpoint until it is empty or no request is in flight, but
-    /// at most [`BATCH`] times.
+    /// Reads completions of an endpoint until its queue is empty, but at most [`BATCH`] times.
+    /// Without requests, it stops after a batch that is not full, which saves the read of an empty
+    /// queue.
     pub(super) fn poll_all(&mut self, hub: &Hub, endpoint: &mut EndpointState) {
         // The limit keeps a fast peer from holding the lock.
         for _ in 0..BATCH {

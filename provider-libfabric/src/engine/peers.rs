@@ -162,7 +162,8 @@ impl Engine {
         if peers.is_empty() {
             return;
         }
-        // Nothing arrives from these peers after this read.
+        // Requests that libfabric has completed are reported as completed, if one pass over the
+        // queue reads them.
         for (id, _) in &peers {
             if let Some(endpoint) = self.endpoints.get_mut(id) {
                 self.in_flight.poll_all(hub, endpoint);

@@ -97,7 +97,19 @@ impl Engine {
         if hub.regions.has_staged() {
             self.abandon_staged(hub, token);
         }
-        while self.in_flight.users(token) > 0 {
+        loop {
+            let users = self.in_flight.users(token);
+            if users == 0 {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                let why = "wait for the completions of transfers that use the region, or close \
+                           their endpoint, and close the region then";
+                return Err(Error::new(ErrorKind::Busy, "deregister")
+                    .provider(hub.attr().nic.to_string())
+                    .context("transfers", users)
+                    .remedy(why));
+            }
             let receives = self.in_flight.requests.iter().filter(|(_, request)| {
                 let own = request.chunk_of.is_none();
                 own && request.receives() && request.tokens.contains(&token)
@@ -111,19 +123,7 @@ impl Engine {
                 }
             }
             self.in_flight.ended += self.progress(hub);
-            let users = self.in_flight.users(token);
-            if users > 0 {
-                if Instant::now() > deadline {
-                    let why = "wait for the completions of transfers that use the region, or close \
-                               their endpoint, and close the region then";
-                    return Err(Error::new(ErrorKind::Busy, "deregister")
-                        .provider(hub.attr().nic.to_string())
-                        .context("transfers", users)
-                        .remedy(why));
-                }
-                thread::yield_now();
-            }
+            thread::yield_now();
         }
-        Ok(())
     }
 }

@@ -19,7 +19,6 @@ impl Looped {
     }
 
     /// Closes the endpoint. A failure returns the endpoint without its peer.
-    #[allow(dead_code, reason = "not every test closes its endpoint")]
     pub(crate) fn close(self) -> Result<(), Rejected<Endpoint>> {
         self.endpoint.close()
     }
