@@ -1,6 +1,7 @@
-//! NICs of a fake libfabric that need LOCAL, PROV_KEY, VIRT_ADDR and ALLOCATED, which no provider
-//! needs on a machine without such hardware. The first, `fake0`, needs ENDPOINT too. The second,
-//! `fake1`, orders nothing, moves bytes when the test says so, and refuses device memory.
+//! NICs of a fake libfabric that need PROV_KEY, VIRT_ADDR and ALLOCATED, which no provider needs on
+//! a machine without such hardware. The first, `fake0`, needs LOCAL and ENDPOINT too. The second,
+//! `fake1`, needs LOCAL, orders nothing, moves bytes when the test says so, and refuses device
+//! memory. The third, `fake2`, reaches this machine only, as its provider's name `shm` says.
 
 mod device;
 
@@ -31,6 +32,9 @@ const MODE: MrMode = MrMode::LOCAL
 
 /// The mode of the second NIC.
 const UNBOUND: MrMode = MODE.difference(MrMode::ENDPOINT);
+
+/// The mode of the third NIC.
+const UNDESCRIBED: MrMode = UNBOUND.difference(MrMode::LOCAL);
 
 /// A write that the fake has taken.
 #[derive(Clone, Copy, Debug)]
@@ -367,9 +371,11 @@ unsafe extern "C" fn getinfo(
         let plain = sys::FI_MSG | sys::FI_TAGGED | sys::FI_RMA;
         assert_eq!((*hints).mode, sys::FI_CONTEXT | sys::FI_CONTEXT2);
         let mut first = ptr::null_mut();
-        for (name, mode, all) in
-            [(c"fake1", UNBOUND, plain | sys::FI_HMEM), (c"fake0", MODE, plain)]
-        {
+        for (name, provider, mode, all) in [
+            (c"fake2", c"shm", UNDESCRIBED, plain),
+            (c"fake1", c"fake", UNBOUND, plain | sys::FI_HMEM),
+            (c"fake0", c"fake", MODE, plain),
+        ] {
             let mode = mode.bits() as c_int;
             if offered & mode != mode || caps & !all != 0 {
                 continue;
@@ -380,7 +386,7 @@ unsafe extern "C" fn getinfo(
             (domain.mr_mode, domain.mr_key_size) = (mode, 8);
             (domain.threading, domain.cq_data_size) = (sys::FI_THREAD_DOMAIN, 8);
             domain.name = name.as_ptr().cast_mut();
-            (*(*info).fabric_attr).prov_name = c"fake".as_ptr().cast_mut();
+            (*(*info).fabric_attr).prov_name = provider.as_ptr().cast_mut();
             first = info;
         }
         if first.is_null() {
@@ -429,10 +435,14 @@ impl Side {
         assert_eq!(provider.nics().expect("list")[0].required_mr_mode, MODE);
         let refused = DomainAttr { mr_mode: MODE - MrMode::ENDPOINT, ..DomainAttr::default() };
         let shared = Arc::new(registry);
-        let refused = Domain::open(&provider, Arc::clone(&shared), paths.clone(), refused);
+        let refused = Domain::open(&provider, Arc::clone(&shared), paths, refused);
         assert_eq!(refused.expect_err("a bit is missing").kind(), ErrorKind::ModeMismatch);
-        let attr = DomainAttr { mr_mode: MODE, ..DomainAttr::default() };
-        let domain = Domain::open(&provider, shared, paths, attr).expect("open");
+        Self::over(shared, DomainAttr { mr_mode: MODE, ..DomainAttr::default() })
+    }
+
+    fn over(registry: Arc<Registry>, attr: DomainAttr) -> Self {
+        let paths = Arc::new(DefaultPathSelector::new());
+        let domain = Domain::open(&provider(), registry, paths, attr).expect("open");
         let queue = domain.open_cq(64).expect("open a queue");
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("open");
         let peer = endpoint.resolve(&endpoint.name()).expect("resolve");
@@ -565,10 +575,15 @@ fn parts_that_the_nic_does_not_take_wait_in_order() {
     region.close().expect("close");
 }
 
-/// Opens the second NIC, with a device that has the number of CUDA at libfabric.
-fn unordered() -> (Side, Arc<dyn Iface>) {
+/// Returns a device that has the number of CUDA at libfabric.
+fn cuda_device() -> Arc<dyn Iface> {
     let simulated = Simulated::builder().peer_memory(true).build().expect("build the device");
-    let device: Arc<dyn Iface> = Arc::new(Device(IfaceKind::CUDA, simulated));
+    Arc::new(Device(IfaceKind::CUDA, simulated))
+}
+
+/// Opens the second NIC, with a device.
+fn unordered() -> (Side, Arc<dyn Iface>) {
+    let device = cuda_device();
     let mut registry = Registry::new();
     registry.add(Arc::clone(&device)).expect("add the device");
     registry.add(Arc::new(System::new())).expect("host memory");
@@ -578,13 +593,16 @@ fn unordered() -> (Side, Arc<dyn Iface>) {
         staging: StagingAttr { buffer_len: 64, buffer_count: 8 },
         ..DomainAttr::default()
     };
-    let paths = Arc::new(DefaultPathSelector::new());
-    let domain = Domain::open(&provider(), Arc::new(registry), paths, attr).expect("open");
-    assert_eq!(domain.provider_attr().order, MsgOrder::empty());
-    let queue = domain.open_cq(64).expect("open a queue");
-    let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue)).expect("open");
-    let peer = endpoint.resolve(&endpoint.name()).expect("resolve");
-    (Side { endpoint, queue, domain, peer }, device)
+    let side = Side::over(Arc::new(registry), attr);
+    assert_eq!(side.domain.provider_attr().order, MsgOrder::empty());
+    (side, device)
+}
+
+/// Opens the third NIC.
+fn local_only(registry: Registry) -> Side {
+    let nic = Some("shm:fake2".to_owned());
+    let attr = DomainAttr { nic, mr_mode: UNDESCRIBED, ..DomainAttr::default() };
+    Side::over(Arc::new(registry), attr)
 }
 
 fn device_memory(device: &Arc<dyn Iface>, len: u64) -> DeviceBuffer {
@@ -691,4 +709,26 @@ fn device_memory_is_staged_after_libfabric_has_refused_direct_paths() {
         );
     }
     assert_eq!(decision.attempts.last().map(|attempt| attempt.path), Some(Path::Staged));
+}
+
+/// FAB-07: the registry need not have host memory.
+#[test]
+fn device_memory_without_a_descriptor_is_refused_if_the_registry_has_only_a_device() {
+    let _turn = turn();
+    let device = cuda_device();
+    let mut registry = Registry::new();
+    registry.add(Arc::clone(&device)).expect("add the device");
+    let side = local_only(registry);
+    let memory = device_memory(&device, 64);
+    let far = side.domain.register(vec![0_u8; 64], Access::REMOTE_WRITE).expect("register");
+    let key = far.key().expect("a key");
+    let request = WorkRequest {
+        operation: Operation::Write { remote: &[key.slice(0, 64).expect("inside")] },
+        local: &[LocalSegment { address: memory.range().start(), len: 64, desc: None }],
+        peer: side.peer,
+        context: 1,
+    };
+    // SAFETY: the memory outlives the call, which is refused.
+    let refused = unsafe { side.endpoint.post(&request) }.expect_err("no descriptor");
+    assert_eq!(refused.kind(), ErrorKind::NoRegion, "{refused}");
 }
