@@ -16,7 +16,7 @@ use hmem::{
     iface::AllocRequest,
     system::{Simulated, System},
 };
-use report::{Target, alternating};
+use report::Target;
 
 const ALLOCATIONS: usize = 100_000;
 
@@ -63,8 +63,8 @@ fn main() {
     let owner = |address| registry.owner_of(black_box(address)).expect("a lookup does not fail");
     let (mut of_lookup, mut of_load) = (0, 0);
     let window = simulated.window();
-    alternating::print(vec![
-        alternating::compare(
+    report::print(vec![
+        report::compare(
             "address among 100,000 device allocations / one random load",
             Target::Nanoseconds(30.0),
             || {
@@ -74,7 +74,7 @@ fn main() {
                 black_box(lines[black_box(places[next(&mut of_load)])].0);
             },
         ),
-        alternating::compare(
+        report::compare(
             "host address with devices present / two compares",
             Target::Nanoseconds(5.0),
             || {

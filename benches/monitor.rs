@@ -24,10 +24,7 @@ use hmem::{
     },
     system::monitor::{Layered, MemHooks, UserFaultFd},
 };
-use report::{
-    Target,
-    alternating::{self, Comparison},
-};
+use report::{Comparison, Target};
 
 const LEN: usize = 64 << 10;
 const UNMAPS: usize = 40_000;
@@ -186,7 +183,7 @@ fn main() {
     let kept = map();
     let mut figures: Vec<Comparison> = Vec::new();
     let free = Target::Ratio(1.02);
-    figures.push(alternating::compare(
+    figures.push(report::compare(
         "mmap+munmap 64 KiB: the C library, unhooked",
         Target::Unlimited,
         pair,
@@ -194,7 +191,7 @@ fn main() {
     ));
 
     let hooks = MemHooks::start().expect("memhooks");
-    figures.push(alternating::compare(
+    figures.push(report::compare(
         "mmap+munmap 64 KiB: memhooks, nothing cached",
         free,
         pair,
@@ -205,14 +202,14 @@ fn main() {
         .subscribe(range(kept), Arc::<CountingInvalidator>::clone(&invalidator))
         .expect("subscribe");
     let some = "mmap+munmap 64 KiB: memhooks, one cache without the range";
-    figures.push(alternating::compare(some, Target::Unlimited, pair, raw_pair));
+    figures.push(report::compare(some, Target::Unlimited, pair, raw_pair));
     growth("memhooks, one cache without the range");
     let subscribe = "memhooks: subscribe+unsubscribe";
-    figures.push(alternating::measure_alone(subscribe, Target::Unlimited, || {
+    figures.push(report::measure_alone(subscribe, Target::Unlimited, || {
         resubscribe(&*hooks, &invalidator, kept)
     }));
     let cycled = "map, subscribe, unmap, unsubscribe: memhooks";
-    figures.push(alternating::compare(
+    figures.push(report::compare(
         cycled,
         Target::Unlimited,
         || cycle(&*hooks, &invalidator),
@@ -222,7 +219,7 @@ fn main() {
 
     let cache = full_cache(&hooks);
     let full = "mmap+munmap 64 KiB: memhooks, 100,000 ranges cached";
-    figures.push(alternating::compare(full, Target::Ratio(1.05), pair, raw_pair));
+    figures.push(report::compare(full, Target::Ratio(1.05), pair, raw_pair));
     growth("memhooks, 100,000 ranges cached");
     drop(cache);
 
@@ -233,9 +230,9 @@ fn main() {
                 .subscribe(range(kept), Arc::<CountingInvalidator>::clone(&invalidator))
                 .expect("subscribe");
             let unwatched = "mmap+munmap 64 KiB: userfaultfd, range not watched";
-            figures.push(alternating::compare(unwatched, Target::Unlimited, pair, raw_pair));
+            figures.push(report::compare(unwatched, Target::Unlimited, pair, raw_pair));
             let watched = "map, subscribe, unmap, unsubscribe: userfaultfd";
-            figures.push(alternating::compare(
+            figures.push(report::compare(
                 watched,
                 Target::Unlimited,
                 || cycle(&*userfaultfd, &invalidator),
@@ -247,7 +244,7 @@ fn main() {
             let subscription = layered
                 .subscribe(range(kept), Arc::<CountingInvalidator>::clone(&invalidator))
                 .expect("subscribe");
-            figures.push(alternating::compare(
+            figures.push(report::compare(
                 both,
                 Target::Unlimited,
                 || cycle(&*layered, &invalidator),
@@ -257,5 +254,5 @@ fn main() {
         }
         Err(error) => println!("userfaultfd: {error}"),
     }
-    alternating::print(figures);
+    report::print(figures);
 }

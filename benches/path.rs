@@ -18,7 +18,7 @@ use hmem::{
     path::P2pPolicy,
     system::{DeviceCall, DmaBufKind, P2pMatrix, Simulated},
 };
-use report::{Target, alternating};
+use report::Target;
 
 /// Number of simulated devices and of NICs, as in a node with eight GPUs. Each NIC reaches only
 /// half of the devices by a direct path.
@@ -130,7 +130,7 @@ fn main() {
         .collect();
     let key = (0x100, 5, nic(3));
     let policy = P2pPolicy::Enabled;
-    alternating::print(vec![alternating::compare(
+    report::print(vec![report::compare(
         "path chosen before / std's HashMap by (iface, device, NIC name)",
         Target::Nanoseconds(100.0),
         || {

@@ -23,10 +23,7 @@ use hmem::{
     loopback::{Loopback, Progress},
 };
 use libfabric::{FabricError, KeyOrder, Libfabric, RegistrationPeer, RegistrationProvider};
-use report::{
-    Target,
-    alternating::{self, Comparison},
-};
+use report::{Comparison, Target};
 
 const LEN: u64 = 4096;
 const FEW: usize = 16;
@@ -116,14 +113,14 @@ fn row(
         let region = register(domain, Address::of_ptr(buffer.as_ptr()).0, key);
         region.close().expect("the region is not in use");
     };
-    let Some(peer) = peer else { return alternating::measure_alone(what, target, ours) };
+    let Some(peer) = peer else { return report::measure_alone(what, target, ours) };
     let theirs = || {
         their_call += 1;
         let key = peer.vacant_key(key_choice.of(black_box(their_call), live));
         peer.reg_close(buffer.as_ptr(), LEN as usize, RegistrationPeer::REMOTE_ACCESS, key)
             .expect("the key is unused");
     };
-    alternating::compare(what, target, ours, theirs)
+    report::compare(what, target, ours, theirs)
 }
 
 fn peer() -> Option<RegistrationPeer> {
@@ -163,7 +160,7 @@ fn main() -> Result<(), FabricError> {
         }
         drop(populated);
     }
-    alternating::print(lines);
+    report::print(lines);
     for domain in [plain, allocated] {
         domain.close().expect("every region is closed");
     }

@@ -18,7 +18,7 @@ use std::{
 
 use flate2::read::GzDecoder;
 use hmem::p2p::topology::Topology;
-use report::{Target, alternating};
+use report::Target;
 
 const ARCHIVE: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/p2p/tests/fixtures/topology/dgx-a100.tar.gz");
@@ -71,14 +71,14 @@ fn main() {
             black_box(fs::read(file).expect("the file is readable"));
         }
     };
-    alternating::print(vec![
-        alternating::compare(
+    report::print(vec![
+        report::compare(
             "a DGX A100 from its archive / unpacking the archive",
             Target::Nanoseconds(GOAL),
             || read(Path::new(ARCHIVE)),
             unpack,
         ),
-        alternating::compare(
+        report::compare(
             "a DGX A100 from a folder / reading the folder's files",
             Target::Nanoseconds(GOAL),
             || read(&folder),

@@ -23,10 +23,7 @@ use hmem::{
     transfer::RemoteSegment,
 };
 use libfabric::{FabricError, Libfabric, ShmWritePath, ShmWritePeer};
-use report::{
-    Target,
-    alternating::{self, Comparison},
-};
+use report::{Comparison, Target};
 
 const LARGE: usize = 1 << 20;
 
@@ -47,10 +44,10 @@ fn against_peer(
     len: usize,
 ) -> Comparison {
     match peer {
-        Some(peer) => alternating::compare(what, target, ours, || {
+        Some(peer) => report::compare(what, target, ours, || {
             peer.write(black_box(len)).expect("the write succeeds")
         }),
-        None => alternating::measure_alone(what, target, ours),
+        None => report::measure_alone(what, target, ours),
     }
 }
 
@@ -101,13 +98,13 @@ fn main() -> Result<(), FabricError> {
     let (from, mut to) = (vec![7u8; LARGE], vec![0u8; LARGE]);
     let memcpy = || black_box(&mut to).copy_from_slice(black_box(&from));
     let segments = segments(LARGE);
-    lines.push(alternating::compare(
+    lines.push(report::compare(
         "1 MiB RMA write / memcpy",
         Target::Ratio(1.11),
         || write(&segments),
         memcpy,
     ));
-    alternating::print(lines);
+    report::print(lines);
     let mut arrived = [0u8; 8];
     destination.read(LARGE as u64 - 8, &mut arrived).expect("the slice is inside the region");
     assert_eq!(arrived, [7; 8], "the bytes did not arrive");

@@ -17,10 +17,7 @@ use hmem::{
     Access, AllocationKind, Batch, CacheAttr, DeviceBuffer, DeviceId, Domain, DomainAttr, Growth,
     Hmem, Iface, Promise, Raw, Request, iface::AllocRequest, loopback::Loopback, system::Simulated,
 };
-use report::{
-    Target,
-    alternating::{self, Comparison},
-};
+use report::{Comparison, Target};
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 const MILLISECOND: f64 = 1e6;
@@ -117,9 +114,9 @@ fn main() {
         let goal = || Target::Nanoseconds(most * MILLISECOND);
         let (ours, other) =
             (|| by_one_call(&plain, views, shape.allocations), || one_by_one(&plain, views));
-        lines.push(alternating::compare(many, goal(), ours, other));
+        lines.push(report::compare(many, goal(), ours, other));
         let (ours, other) = (|| through_cache(&growing, views), || through_cache(&plain, views));
-        lines.push(alternating::compare(cache, goal(), ours, other));
+        lines.push(report::compare(cache, goal(), ours, other));
     }
-    alternating::print(lines);
+    report::print(lines);
 }

@@ -18,10 +18,7 @@ use hmem::{
     loopback::{Loopback, Progress, RemapPolicy},
     provider::{CompletionQueue, EndpointAttr},
 };
-use report::{
-    Target,
-    alternating::{self, Comparison},
-};
+use report::{Comparison, Target};
 
 const LEN: u64 = 1 << 20;
 const BINDABLE: Access = Access::RECV.union(Access::MW_BIND);
@@ -87,9 +84,9 @@ fn rows(
         grant.revoke().expect("revoke");
     };
     vec![
-        alternating::compare(names[0], target(), posted, reference),
-        alternating::compare(names[1], target(), called, reference),
-        alternating::compare(names[2], target(), granted, reference),
+        report::compare(names[0], target(), posted, reference),
+        report::compare(names[1], target(), called, reference),
+        report::compare(names[2], target(), granted, reference),
     ]
 }
 
@@ -103,7 +100,7 @@ fn main() {
             "grant + revoke / register + close, 1 MiB pinned",
         ],
     );
-    alternating::print(pinned);
+    report::print(pinned);
     let follow = rows(
         RemapPolicy::Follow,
         || Target::Unlimited,
@@ -113,5 +110,5 @@ fn main() {
             "grant + revoke / register + close, pages not touched",
         ],
     );
-    alternating::print(follow);
+    report::print(follow);
 }

@@ -24,8 +24,11 @@
 #[allow(dead_code, reason = "the bench uses few of the transfers")]
 mod application;
 mod nothing;
+#[path = "../../../benches/report/mod.rs"]
+#[allow(dead_code, reason = "other benches use the rest of it")]
+mod report;
 
-use std::{hint, ptr, sync::Arc, time::Instant};
+use std::{hint, ptr, sync::Arc};
 
 use application::{CallError, Fabric, Wanted};
 use hmem_core::{
@@ -38,6 +41,7 @@ use hmem_core::{
 };
 use hmem_p2p::path::DefaultPathSelector;
 use hmem_provider_libfabric::{Libfabric, sys};
+use report::Target;
 
 const RIGHTS: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
 const KEY: u64 = 77;
@@ -239,64 +243,23 @@ impl Drop for Writes {
     }
 }
 
-/// Measures ways to do one operation, in alternation. Prints the median time of each way in
-/// nanoseconds, and the median ratio of that time to the time of the first way.
-fn measure<const N: usize>(title: &str, mut ways: [(&str, &mut dyn FnMut()); N]) {
-    const ROUNDS: usize = 31;
-    const TIMES: u32 = 20_000;
-    let mut timed = |way: usize| {
-        let begun = Instant::now();
-        for _ in 0..TIMES {
-            (ways[way].1)();
-        }
-        begun.elapsed().as_secs_f64() * 1e9 / f64::from(TIMES)
-    };
-    for way in 0..N {
-        timed(way);
-    }
-    let rounds: Vec<[f64; N]> = (0..ROUNDS)
-        .map(|round| {
-            let mut times = [0.0; N];
-            // A different way is the first in each round.
-            for turn in 0..N {
-                let way = (round + turn) % N;
-                times[way] = timed(way);
-            }
-            times
-        })
-        .collect();
-    println!("\n{title}\n{:<10} {:>8} {:>8}", "", "ns", "ratio");
-    for (at, (name, _)) in ways.iter().enumerate() {
-        let time = median(rounds.iter().map(|times| times[at]));
-        let ratio = median(rounds.iter().map(|times| times[at] / times[0]));
-        println!("{name:<10} {time:>8.1} {ratio:>8.3}");
-    }
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<_> = values.collect();
-    values.sort_unstable_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
 /// Compares the C API, the provider and a domain over `name`, a provider of libfabric.
 fn over(functions: &sys::Functions, name: &'static str) -> Result<(), CallError> {
-    let title = format!("over {name}, {}", functions.library());
     let fabric = Fabric::open(functions, Wanted { mr_mode: 0, ..Wanted::rma(name) })?;
     // SAFETY: the domain outlives the value.
     let ways = unsafe { Ways::open(functions.clone(), fabric.domain, fabric.info) };
-    measure(
-        &format!("register and close 4 KiB {title}"),
-        [
-            ("C API", &mut || ways.direct()),
-            ("provider", &mut || ways.by_provider()),
-            ("domain", &mut || ways.by_domain()),
-        ],
-    );
+    let goal = || Target::Ratio(1.05);
+    let register =
+        |what, way: fn(&Ways)| report::compare(what, goal(), || way(&ways), || ways.direct());
+    let mut lines = vec![
+        register("register and close 4 KiB, by the provider", Ways::by_provider),
+        register("register and close 4 KiB, by a domain", Ways::by_domain),
+    ];
     Writes::open(functions, name)?.run(|direct, by_provider| {
-        let title = format!("write 8 B {title}");
-        measure(&title, [("C API", direct), ("provider", by_provider)]);
+        lines.push(report::compare("write 8 B, by the provider", goal(), by_provider, direct));
     });
+    println!("\nover {name}, {}, against the C API", functions.library());
+    report::print(lines);
     Ok(())
 }
 

@@ -2,7 +2,7 @@
 //! no object.
 
 use std::{
-    ffi::{c_char, c_int, c_void},
+    ffi::{CStr, c_char, c_int, c_void},
     mem, ptr,
     sync::atomic::{AtomicPtr, Ordering},
 };
@@ -11,6 +11,7 @@ use hmem_provider_libfabric::sys;
 
 /// The only NIC, which has this provider's name too.
 pub(crate) const NAME: &str = "nothing";
+const C_NAME: &CStr = c"nothing";
 
 /// The context of the write whose completion was not read, or null.
 static POSTED: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
@@ -173,7 +174,7 @@ extern "C" fn version() -> u32 {
 }
 
 extern "C" fn strerror(_: c_int) -> *const c_char {
-    c"nothing".as_ptr()
+    C_NAME.as_ptr()
 }
 
 unsafe extern "C" fn dupinfo(_: *const sys::fi_info) -> *mut sys::fi_info {
@@ -203,8 +204,8 @@ unsafe extern "C" fn getinfo(
         (*info).caps = (*hints).caps;
         let domain = &mut *(*info).domain_attr;
         (domain.threading, domain.mr_key_size) = (sys::FI_THREAD_SAFE, 8);
-        domain.name = c"nothing".as_ptr().cast_mut();
-        (*(*info).fabric_attr).prov_name = c"nothing".as_ptr().cast_mut();
+        domain.name = C_NAME.as_ptr().cast_mut();
+        (*(*info).fabric_attr).prov_name = C_NAME.as_ptr().cast_mut();
         *out = info;
     }
     0
