@@ -15,7 +15,7 @@ use std::{
 use device::Device;
 use hmem_core::{
     Access, AllocationKind, DeviceBuffer, DeviceId, Domain, DomainAttr, Endpoint, ErrorKind, Iface,
-    IfaceKind, MemoryRegion, MrMode, Path, RegionState, Registry,
+    IfaceKind, MemoryRegion, MrMode, Path, Region, RegionState, Registry,
     iface::AllocRequest,
     provider::{CompletionQueue, EndpointAttr, MsgOrder, Provider, StagingAttr},
     transfer::{Completion, CompletionKind, LocalSegment, Operation, PeerId, WorkRequest},
@@ -731,4 +731,50 @@ fn device_memory_without_a_descriptor_is_refused_if_the_registry_has_only_a_devi
     // SAFETY: the memory outlives the call, which is refused.
     let refused = unsafe { side.endpoint.post(&request) }.expect_err("no descriptor");
     assert_eq!(refused.kind(), ErrorKind::NoRegion, "{refused}");
+}
+
+/// Posts 40 writes to a second endpoint of the domain, which is then closed, and completes all of
+/// them. One read of the fake's queue returns one completion.
+fn completed_writes_to_a_closed_peer() -> (Side, Region<Vec<u8>>) {
+    let side = local_only(Registry::new());
+    let access = Access::WRITE | Access::REMOTE_WRITE;
+    let region = side.domain.register(vec![1_u8; 8], access).expect("register");
+    let key = region.key().expect("a key");
+    let (from, to) = (region.slice(0, 8).expect("inside"), [key.slice(0, 8).expect("inside")]);
+    let other = side.domain.open_endpoint(&EndpointAttr::new(&side.queue)).expect("open");
+    let peer = side.endpoint.resolve(&other.name()).expect("resolve");
+    state().posted.clear();
+    for context in 0..40 {
+        side.endpoint.write(&[from], &to, peer, context).expect("post");
+    }
+    other.close().expect("close");
+    let mut state = state();
+    let contexts: Vec<_> = state.posted.drain(..).map(|posted| (posted.context, 0)).collect();
+    state.entries.extend(contexts);
+    drop(state);
+    (side, region)
+}
+
+/// FAB-08: a peer is gone only after the reads of what it has completed.
+#[test]
+fn requests_that_a_closed_peer_has_completed_succeed() {
+    let _turn = turn();
+    let (side, _region) = completed_writes_to_a_closed_peer();
+    for context in 0..40 {
+        let mut done = Vec::new();
+        side.queue.read(&mut done, 1).expect("read");
+        assert_eq!(done[0].context, context);
+        assert_eq!(done[0].result.as_ref().ok(), Some(&8), "{done:?}");
+    }
+}
+
+#[test]
+fn requests_that_have_completed_succeed_at_the_close_of_their_endpoint() {
+    let _turn = turn();
+    let (side, _region) = completed_writes_to_a_closed_peer();
+    side.endpoint.close().expect("close");
+    let mut done = Vec::new();
+    side.queue.read(&mut done, 64).expect("read");
+    assert_eq!(done.len(), 40);
+    assert!(done.iter().all(|done| done.result.as_ref().ok() == Some(&8)), "{done:?}");
 }

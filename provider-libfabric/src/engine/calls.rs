@@ -172,17 +172,21 @@ impl InFlight {
         }
     }
 
-    /// Reads completions of an endpoint until its queue is empty, but at most [`BATCH`] times.
-    /// Without requests, it stops after a batch that is not full, which saves the read of an empty
-    /// queue.
-    pub(super) fn poll_all(&mut self, hub: &Hub, endpoint: &mut EndpointState) {
-        // The limit keeps a fast peer from holding the lock.
-        for _ in 0..BATCH {
-            let count = self.poll(hub, endpoint);
-            if count == 0 || !(count == BATCH || endpoint.has_requests()) {
-                break;
+    /// Reads completions of an endpoint until its queue is empty. Without requests, it stops after
+    /// a batch that is not full, which saves the read of an empty queue. Returns true if the last
+    /// read found the queue empty.
+    pub(super) fn poll_all(&mut self, hub: &Hub, endpoint: &mut EndpointState) -> bool {
+        // A part in flight completes once, so only writes of peers can reach the limit. It keeps
+        // these peers from holding the lock.
+        for _ in 0..self.parts.len() + BATCH {
+            match self.poll(hub, endpoint) {
+                0 => return true,
+                BATCH => {}
+                _ if endpoint.has_requests() => {}
+                _ => return false,
             }
         }
+        false
     }
 
     /// Reads at most [`BATCH`] completions of an endpoint, and returns their number.

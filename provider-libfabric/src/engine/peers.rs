@@ -159,15 +159,15 @@ impl Engine {
         // Set after the checks above. Otherwise the next search could come less than `LOOK` after a
         // peer's check, and would use that check's result.
         self.looked = Some(Instant::now());
+        // Requests that libfabric has completed are reported as completed. Once a read after the
+        // end of a peer finds the queue empty, no request to the peer completes any more. Until
+        // then the requests wait for the next search.
+        peers.retain(|(id, _)| {
+            let endpoint = self.endpoints.get_mut(id);
+            endpoint.is_some_and(|endpoint| self.in_flight.poll_all(hub, endpoint))
+        });
         if peers.is_empty() {
             return;
-        }
-        // Requests that libfabric has completed are reported as completed, if one pass over the
-        // queue reads them.
-        for (id, _) in &peers {
-            if let Some(endpoint) = self.endpoints.get_mut(id) {
-                self.in_flight.poll_all(hub, endpoint);
-            }
         }
         let lost = self.in_flight.requests.iter().filter(|(_, request)| {
             to(request).is_some_and(|peer| peers.binary_search(&peer).is_ok())
