@@ -139,8 +139,9 @@ impl Transport {
         };
         let queues = [queue(&*attr.tx_cq)?, queue(&*attr.rx_cq)?];
         let state = EndpointState::open(&self.hub, attr, queues, &self.provider)?;
-        let (name, object) = (state.name.encode(), state.objects.endpoint.cast());
-        let id = self.engine.lock().add(state);
+        let (id, name) = (state.number, state.name.encode());
+        let object = state.objects.endpoint.cast();
+        self.engine.lock().add(state);
         Ok(Arc::new(Endpoint {
             transport: Arc::clone(self),
             id,

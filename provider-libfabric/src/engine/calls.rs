@@ -84,7 +84,7 @@ impl InFlight {
             }
         }
         for (index, error) in round.failed {
-            self.part_failed(hub, endpoint, index, (error, 0));
+            self.part_failed(hub, endpoint, index, error, 0);
         }
         for index in round.canceled {
             let error = canceled(hub, "an earlier staged transfer failed");
@@ -238,7 +238,7 @@ impl InFlight {
             && let Some(index) = self.slot_of(op_context)
         {
             // Some providers negate the number.
-            self.part_failed(hub, endpoint, index, (-err.saturating_abs(), prov_errno));
+            self.part_failed(hub, endpoint, index, -err.saturating_abs(), prov_errno);
         }
     }
 

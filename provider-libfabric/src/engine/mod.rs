@@ -148,10 +148,8 @@ struct InFlight {
 }
 
 impl Engine {
-    pub(super) fn add(&mut self, endpoint: EndpointState) -> u64 {
-        let id = endpoint.number;
-        self.endpoints.insert(id, endpoint);
-        id
+    pub(super) fn add(&mut self, endpoint: EndpointState) {
+        self.endpoints.insert(endpoint.number, endpoint);
     }
 
     /// Adds a peer and returns its id. A peer that was added before keeps its id.
@@ -360,13 +358,15 @@ impl InFlight {
         self.part_ended(hub, endpoint, index, None);
     }
 
-    /// Ends a part that failed. `returned` is libfabric's negated error number.
+    /// Ends a part that failed. `returned` is libfabric's negated error number. `prov_errno` is the
+    /// provider's own error number, or 0.
     fn part_failed(
         &mut self,
         hub: &Hub,
         endpoint: &mut EndpointState,
         index: usize,
-        (returned, prov_errno): (c_int, c_int),
+        returned: c_int,
+        prov_errno: c_int,
     ) {
         let Some(part) = &self.parts[index] else { return };
         let Some(request) = self.requests.get_mut(&part.request) else { return };

@@ -74,7 +74,7 @@ impl InFlight {
         let Some(index) = self.parts.iter().position(of_request) else { return false };
         if endpoint.waiting.contains(&Waiting::Part(index)) {
             endpoint.waiting.retain(|waiting| *waiting != Waiting::Part(index));
-            self.part_failed(hub, endpoint, index, (-sys::FI_ECANCELED, 0));
+            self.part_failed(hub, endpoint, index, -sys::FI_ECANCELED, 0);
             return true;
         }
         self.cancel(hub, endpoint, index)
