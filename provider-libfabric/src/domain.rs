@@ -644,14 +644,20 @@ impl RawKeys for FabricDomain {
 
     fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
         self.open.process.check("unmap key")?;
-        let mut number = key.as_u64()?;
+        let number = key.as_u64()?;
         if !key.is_mapped() || !self.mapped.lock().remove(&number) {
             let why = "unmap each key once, in the domain that mapped it";
             return Err(self.open.refuse(ErrorKind::InvalidKey, "unmap key", why));
         }
-        let command = (sys::FI_UNMAP_KEY, (&raw mut number).cast());
+        let mut argument = number;
+        let command = (sys::FI_UNMAP_KEY, (&raw mut argument).cast());
         // SAFETY: the owner keeps the domain open. The number outlives the call.
-        unsafe { self.open.control("fi_mr_unmap_key", self.open.domain.cast(), command) }
+        let unmapped =
+            unsafe { self.open.control("fi_mr_unmap_key", self.open.domain.cast(), command) };
+        if unmapped.is_err() {
+            self.mapped.lock().insert(number);
+        }
+        unmapped
     }
 }
 

@@ -134,7 +134,8 @@ impl Peer {
         let (id, address) = (self.name.process.id, &self.name.address);
         let name = address.strip_prefix(b"fi_shm://".as_slice()).unwrap_or(address);
         let name = String::from_utf8_lossy(name.split(|byte| *byte == 0).next().unwrap_or(name));
-        if name.starts_with(&format!("{id}:")) {
+        // The peer sent the name, which must not lead out of the folder.
+        if name.starts_with(&format!("{id}:")) && !name.contains('/') {
             // The process may have removed the file itself, as another peer may.
             let _absent = fs::remove_file(format!("/dev/shm/{name}")).is_err();
         }
@@ -182,18 +183,20 @@ impl EndpointState {
         let depths = hub.limits.depths.map(|limit| attr.depth.clamp(1, limit));
         // The chunks of a staged request count once, and libfabric limits those in flight.
         let entries = hub.limits.depths[0] + depths[1];
-        let objects = Objects::open(&hub.open, hub.entry.as_ptr(), entries)?;
-        let mut this = Self {
+        let [number, first_peer] = [random_u64("libfabric")?, random_u64("libfabric")?];
+        let (objects, address) = Objects::open(&hub.open, hub.entry.as_ptr(), entries)?;
+        hub.fellows.add(number);
+        Ok(Self {
             objects,
             name: PeerName {
                 provider: provider.to_owned(),
                 alive: hub.exposed(),
                 family: hub.fellows.family,
-                number: random_u64("libfabric")?,
+                number,
                 process: Process::own(),
-                address: Vec::new(),
+                address,
             },
-            number: 0,
+            number,
             sides: {
                 let [tx, rx] = queues;
                 let [tx_counter, rx_counter] = [attr.tx_counter.clone(), attr.rx_counter.clone()];
@@ -202,21 +205,11 @@ impl EndpointState {
             },
             peers: Vec::new(),
             by_name: FxHashMap::default(),
-            first_peer: random_u64("libfabric")?,
+            first_peer,
             waiting: VecDeque::new(),
             receives: VecDeque::new(),
             written: VecDeque::new(),
-        };
-        match this.objects.name(&hub.open) {
-            Ok(address) => this.name.address = address,
-            Err(error) => {
-                this.objects.close(&hub.open)?;
-                return Err(error);
-            }
-        }
-        this.number = this.name.number;
-        hub.fellows.add(this.number);
-        Ok(this)
+        })
     }
 
     pub(super) fn side(&mut self, kind: CompletionKind) -> &mut Side {
@@ -266,5 +259,34 @@ impl EndpointState {
             }
         };
         Ok(PeerId(self.first_peer.wrapping_add(index as u64)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn name_of_a_dead_peer_removes_files_of_shared_memory_only() {
+        let id = std::process::id();
+        let (folder, inside) = (format!("/dev/shm/{id}:"), format!("/dev/shm/{id}:hmem"));
+        let outside = format!("/dev/shm/hmem-{id}");
+        fs::create_dir(&folder).expect("create a folder");
+        for (file, name) in [(&inside, ":hmem"), (&outside, &format!(":/../hmem-{id}"))] {
+            fs::write(file, "").expect("create a file");
+            let peer = Peer::new(PeerName {
+                provider: "shm".to_owned(),
+                alive: None,
+                family: 0,
+                number: 0,
+                process: Process { id: u64::from(id), started: 1 },
+                address: format!("fi_shm://{id}{name}").into_bytes(),
+            });
+            peer.remove_files();
+        }
+        assert!(!fs::exists(&inside).expect("look"), "the file of the peer is left");
+        assert!(fs::exists(&outside).expect("look"), "the name led out of the folder");
+        fs::remove_file(&outside).expect("remove the file");
+        fs::remove_dir(&folder).expect("remove the folder");
     }
 }

@@ -33,17 +33,22 @@ impl Objects {
         Self { endpoint, queue, addresses }
     }
 
-    /// Opens the objects, binds and enables them.
-    pub(super) fn open(open: &OpenDomain, info: *mut fi_info, depths: usize) -> Result<Self> {
+    /// Opens the objects, binds and enables them. Also returns the address of the endpoint.
+    pub(super) fn open(
+        open: &OpenDomain,
+        info: *mut fi_info,
+        depths: usize,
+    ) -> Result<(Self, Vec<u8>)> {
         let mut this = Self::none();
-        let opened = this.open_all(open, info, depths);
-        if let Err(error) = opened {
-            if let Err(error) = this.close(open) {
-                tracing::error!(error = %error.full(), "an object of an endpoint stays open");
+        match this.open_all(open, info, depths).and_then(|()| this.name(open)) {
+            Ok(address) => Ok((this, address)),
+            Err(error) => {
+                if let Err(error) = this.close(open) {
+                    tracing::error!(error = %error.full(), "an object of an endpoint stays open");
+                }
+                Err(error)
             }
-            return Err(error);
         }
-        Ok(this)
     }
 
     fn open_all(&mut self, open: &OpenDomain, info: *mut fi_info, depths: usize) -> Result<()> {
@@ -107,7 +112,7 @@ impl Objects {
     }
 
     /// Returns the address of the endpoint.
-    pub(super) fn name(&self, open: &OpenDomain) -> Result<Vec<u8>> {
+    fn name(&self, open: &OpenDomain) -> Result<Vec<u8>> {
         const NAME: &str = "fi_getname";
         let (mut name, mut len) = (vec![0_u8; ADDRESS], ADDRESS);
         let _guard = open.lock();

@@ -53,6 +53,8 @@ struct State {
     close: Mutex<VecDeque<c_int>>,
     /// Results of the next calls of `fi_mr_enable`.
     enable: Mutex<VecDeque<c_int>>,
+    /// Results of the next calls of `fi_mr_unmap_key`.
+    unmap: Mutex<VecDeque<c_int>>,
     live: AtomicUsize,
     inside: AtomicUsize,
     overlapped: AtomicBool,
@@ -169,7 +171,7 @@ unsafe extern "C" fn control(
                 *map.key = map.base_addr + 1;
                 0
             }
-            sys::FI_UNMAP_KEY => 0,
+            sys::FI_UNMAP_KEY => next(&state(object).unmap),
             _ => -38,
         }
     }
@@ -413,6 +415,10 @@ fn raw_keys_are_those_of_libfabric() {
     assert_eq!(raw, RawKey(b"raw key".to_vec()));
     let key = domain.map_raw(Iova(40), 64, &raw).expect("map");
     assert_eq!((key.as_u64().expect("one number"), domain.live().mapped_keys), (41, 1));
+    fake.state.unmap.lock().expect("no panic").push_back(-sys::FI_ENOMEM);
+    let refused = domain.unmap_key(&key).expect_err("refused");
+    assert_eq!(refused.os_errno().map(|code| code.0), Some(sys::FI_ENOMEM), "{refused}");
+    assert_eq!(domain.live().mapped_keys, 1, "a refused key stays mapped");
     domain.unmap_key(&key).expect("unmap");
     assert_eq!(domain.unmap_key(&key).expect_err("twice").kind(), ErrorKind::InvalidKey);
     let malformed = RawKey(b"nothing".to_vec());
