@@ -136,8 +136,9 @@ impl InFlight {
             // waits for the request, or a staging buffer, which its transfer keeps. Two kinds of
             // requests end before libfabric reports them. `end_lost_peers` ends those to a peer
             // that is closed or dead and so sends nothing more, after it has read completions. The
-            // close of an endpoint whose objects `Fellows` keeps ends the endpoint's requests.
-            // Nothing makes progress on these objects any more.
+            // close of an endpoint whose objects `Fellows` keeps ends the endpoint's requests. A
+            // peer may still finish these (2.5), and the caller of `Builder::build` promised that
+            // the endpoint has no transfers then.
             unsafe { part.post(endpoint.objects.endpoint, self.slots[index]) }
         };
         let mut peer = request.peer.map(|peer| &mut endpoint.peers[peer]);
