@@ -143,7 +143,7 @@ impl Builder {
     /// - No transfer uses a region when it is closed, when its last lease ends, or when the
     ///   endpoint of the transfer is closed. libfabric's software providers (`tcp`, `shm`, `udp`,
     ///   and others in part) finish a peer's transfer that has begun, after the region was closed.
-    ///   Over `shm` of 2.5, a peer also finishes reads of this side after their endpoint was closed:
+    ///   Over `shm` of 2.5, a peer also finishes this side's reads after their endpoint was closed:
     ///   the peer writes to the local memory of reads that were reported as canceled. NICs that end
     ///   the transfers in hardware need no such promise.
     ///
