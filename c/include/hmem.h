@@ -6,7 +6,7 @@
  *   sizeof. A field that is zero has its default.
  * - Each function lists the promises of its caller.
  *
- * Generated from c/src: HMEM_BLESS=1 cargo test -p hmem-c --test header
+ * Generated from c/src: cargo run --manifest-path c/header/Cargo.toml >c/include/hmem.h
  */
 
 #ifndef HMEM_H
