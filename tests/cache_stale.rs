@@ -10,6 +10,7 @@
 mod child;
 mod machine;
 mod silent;
+mod subscriber;
 mod trials;
 
 use std::{
@@ -25,12 +26,13 @@ use hmem::{
     Access, Address, AddressRange, CacheAttr, Domain, DomainAttr, Endpoint, Hmem, Iova, MrMode,
     Promise, Raw, RemoteKey, Result,
     loopback::{Loopback, RemapPolicy},
-    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor},
+    monitor::Monitor,
     provider::{CompletionQueue, EndpointAttr, Provider},
     system::monitor::{ImportMonitor, Layered, MemHooks, UserFaultFd},
     transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
 use silent::Silent;
+use subscriber::Recorder;
 use trials::{Outcome, skip, trials};
 
 trials! {
@@ -487,26 +489,6 @@ fn both(rounds: Option<u64>) {
     assert_none_stale(&both, &RAW, rounds, false);
 }
 
-/// An invalidator that keeps nothing.
-#[derive(Debug)]
-struct Indifferent;
-
-impl Invalidator for Indifferent {
-    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
-
-    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
-        InvalidationToken::unnumbered()
-    }
-
-    fn invalidate_end(&self, _: InvalidationToken) {}
-
-    fn close_gate(&self) -> GateToken {
-        GateToken::unnumbered()
-    }
-
-    fn open_gate(&self, _: GateToken) {}
-}
-
 fn code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache() -> Outcome {
     let needs = skip(machine::without_pinned_pages()).and(skip(machine::without_userfaultfd()));
     let name = "code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache";
@@ -530,7 +512,7 @@ fn code_that_has_the_monitor_cannot_end_the_subscriptions_of_a_cache() -> Outcom
         assert_eq!(net.domain.cache().expect("a cache").entries().len(), 1, "cached");
         // The numbers of these subscriptions are those that the cache's monitor uses too.
         for _ in 0..16 {
-            let subscription = other.subscribe(range(elsewhere), Arc::new(Indifferent));
+            let subscription = other.subscribe(range(elsewhere), Arc::new(Recorder::default()));
             ours.unsubscribe(subscription.expect("watched"));
         }
         unmap(at);

@@ -3,6 +3,8 @@
 
 #[path = "../../tests/child/mod.rs"]
 mod child;
+#[path = "../../tests/subscriber/mod.rs"]
+mod subscriber;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
 #[path = "../../tests/vendor_files/mod.rs"]
@@ -10,14 +12,12 @@ mod vendor_files;
 
 use std::{env, ffi::c_int, path::Path, sync::Arc};
 
-use hmem_core::{
-    AddressRange, ErrorKind,
-    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator},
-};
+use hmem_core::ErrorKind;
 use hmem_iface_cuda::{
     Cuda, FreeHooks,
     sys::{self, CuContext, CuDevicePtr, CuResult, Functions},
 };
+use subscriber::Recorder;
 use trials::{Outcome, Skipped, trials};
 
 /// Runs `test` once for each release of the driver. Each run is in a new process that runs only the
@@ -105,29 +105,6 @@ fn real_driver_before_start_answers_as_recorded() -> Outcome {
     })
 }
 
-/// A subscriber that records its notifications.
-#[derive(Debug, Default)]
-struct RecordingSubscriber(std::sync::Mutex<Vec<AddressRange>>);
-
-impl Invalidator for RecordingSubscriber {
-    fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
-        self.0.lock().unwrap().push(range);
-    }
-
-    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
-        self.invalidate(range, cause);
-        InvalidationToken::unnumbered()
-    }
-
-    fn invalidate_end(&self, _: InvalidationToken) {}
-
-    fn close_gate(&self) -> GateToken {
-        GateToken::unnumbered()
-    }
-
-    fn open_gate(&self, _: GateToken) {}
-}
-
 /// Every function of the real library can be hooked. The hooks also see calls of functions that
 /// `cuGetProcAddress` returned. Hooked functions return the driver's results. Afterwards the code
 /// of the library is restored.
@@ -173,7 +150,7 @@ fn real_driver_frees_are_hooked_for_every_lookup() -> Outcome {
         let by_name: unsafe extern "C" fn(CuDevicePtr) -> CuResult =
             unsafe { std::mem::transmute(std::ptr::with_exposed_provenance::<()>(found)) };
 
-        let told = Arc::new(RecordingSubscriber::default());
+        let told = Arc::new(Recorder::default());
         let hooks = FreeHooks::start(&f).expect("hooked");
         assert_eq!(hooks.functions().len(), f.frees().len());
         let subscription = hooks.subscribe(Arc::clone(&told) as _).expect("subscribed");
@@ -188,10 +165,10 @@ fn real_driver_frees_are_hooked_for_every_lookup() -> Outcome {
             }
         };
         free(3);
-        assert_eq!(told.0.lock().unwrap().len(), 12, "{release}");
+        assert_eq!(told.changes().len(), 12, "{release}");
         hooks.unsubscribe(subscription);
         free(1);
-        assert_eq!(told.0.lock().unwrap().len(), 12, "{release}");
+        assert_eq!(told.changes().len(), 12, "{release}");
         drop(hooks);
         let left: Vec<_> = f.frees().iter().map(|(_, entry)| code(*entry)).collect();
         assert!(left == untouched, "{release}: the code is not restored");

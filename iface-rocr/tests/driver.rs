@@ -3,14 +3,13 @@
 
 #[path = "../../tests/child/mod.rs"]
 mod child;
+#[path = "../../tests/subscriber/mod.rs"]
+mod subscriber;
 
 use std::{
     collections::HashSet,
     os::fd::AsFd,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex},
     thread,
 };
 
@@ -18,7 +17,7 @@ use hmem_core::{
     Address, AddressRange, Allocation, AllocationKind, DeviceId, Error, ErrorKind, Iface, IfaceExt,
     IfaceKind, Result,
     iface::{AllocRequest, DmaBufMapping, Facet, IpcHandle},
-    monitor::{DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator},
+    monitor::{DetectionMethod, InvalidationCause},
     provider::Nic,
 };
 use hmem_fake_rocr::{FakeRuntime, Live, Profile};
@@ -26,6 +25,7 @@ use hmem_iface_rocr::{
     Rocr,
     sys::{Functions, HsaStatus},
 };
+use subscriber::{NO_SUBSCRIPTION, Recorder};
 
 const LEN: u64 = 256 << 10;
 
@@ -242,12 +242,12 @@ fn memory_keeps_its_requested_length_if_the_runtime_rounds() {
     }
     iface.ipc_export(&allocation).expect("export");
     let monitor = iface.start_monitor().expect("start");
-    let told = Arc::new(Listener::default());
+    let told = Arc::new(Recorder::default());
     monitor.subscribe(allocation.range, told.clone()).expect("watch");
     assert_eq!(query(&iface, base), Some(allocation));
-    assert_eq!(told.0.load(Ordering::Relaxed), 0);
+    assert_eq!(told.changes(), []);
     free(&iface, &allocation).expect("free");
-    assert_eq!(told.0.load(Ordering::Relaxed), 1);
+    assert_eq!(told.changes(), [(allocation.range, InvalidationCause::Free)]);
     end(&runtime, iface);
 }
 
@@ -258,16 +258,6 @@ fn inbound_flush_writes_the_register_of_the_device() {
     iface.flush_inbound(DeviceId(1)).expect("flush");
     assert_eq!([0, 1].map(|device| runtime.flush_register(device)), [0, 1]);
     end(&runtime, iface);
-}
-
-/// HM-01
-#[test]
-fn foreign_address_is_unknown() {
-    let (_runtime, iface) = world();
-    let on_the_stack = 0u8;
-    for address in [Address(0), Address::of_ptr(&on_the_stack), Address(u64::MAX)] {
-        assert_eq!(iface.query(address).expect("query"), None);
-    }
 }
 
 /// HM-01
@@ -368,31 +358,6 @@ fn reused_address_has_a_new_identity_and_one_callback() {
     end(&runtime, iface);
 }
 
-/// A subscriber that counts its notifications.
-#[derive(Debug, Default)]
-struct Listener(AtomicU64);
-
-impl Invalidator for Listener {
-    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
-
-    fn invalidate_start(&self, _: AddressRange, cause: InvalidationCause) -> InvalidationToken {
-        assert_eq!(cause, InvalidationCause::Free);
-        self.0.fetch_add(1, Ordering::Relaxed);
-        InvalidationToken::unnumbered()
-    }
-
-    fn invalidate_end(&self, _: InvalidationToken) {}
-    fn close_gate(&self) -> GateToken {
-        GateToken::unnumbered()
-    }
-    fn open_gate(&self, _: GateToken) {}
-}
-
-/// A subscription that watches nothing. For the memory of these tests the monitor compares the
-/// allocation's identity, and ignores the subscription.
-const NO_SUBSCRIPTION: hmem_core::monitor::Subscription =
-    hmem_core::monitor::Subscription::unnumbered();
-
 /// MON-07 MON-09
 ///
 /// If two ifaces watch one allocation and one of them unsubscribes, the free still notifies the
@@ -406,7 +371,7 @@ fn free_notifies_each_monitor_on_its_own() {
     assert!(first.detects(InvalidationCause::Free) && !first.detects(InvalidationCause::Unmap));
     let base = runtime.allocate(0, 4096);
     let range = AddressRange::new(Address(base), 4096).expect("range");
-    let told = [Arc::new(Listener::default()), Arc::new(Listener::default())];
+    let told = [Arc::new(Recorder::default()), Arc::new(Recorder::default())];
     let subscription = first.subscribe(range, told[0].clone()).expect("watch");
     second.subscribe(range, told[1].clone()).expect("watch");
     let allocation = query(&iface, base).expect("known");
@@ -416,9 +381,9 @@ fn free_notifies_each_monitor_on_its_own() {
     let error = first.subscribe(range, told[0].clone()).expect_err("the iface is closed");
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     runtime.free(base);
-    assert_eq!(told.map(|told| told.0.load(Ordering::Relaxed)), [0, 1]);
+    assert_eq!(told.map(|told| told.changes()), [vec![], vec![(range, InvalidationCause::Free)]]);
     assert!(!first.valid(&NO_SUBSCRIPTION, &allocation).expect("ask"));
-    let freed = second.subscribe(range, Arc::new(Listener::default()));
+    let freed = second.subscribe(range, Arc::new(Recorder::default()));
     freed.expect_err("no memory is at the address");
     end(&runtime, other);
 }
@@ -443,7 +408,7 @@ fn memory_without_a_callback_is_not_watched() {
     let (runtime, iface) = world();
     let monitor = iface.start_monitor().expect("start");
     let reserved = allocate(&iface, AllocationKind::Virtual);
-    let watched = monitor.subscribe(reserved.range, Arc::new(Listener::default()));
+    let watched = monitor.subscribe(reserved.range, Arc::new(Recorder::default()));
     assert!(watched.expect_err("other memory can be mapped at its address").is_unsupported());
     free(&iface, &reserved).expect("free");
     let plain = allocate(&iface, AllocationKind::Device);
@@ -454,7 +419,7 @@ fn memory_without_a_callback_is_not_watched() {
     let seen = seen.map(|seen| seen.expect("known"));
     assert_eq!(seen.map(|seen| seen.kind), [AllocationKind::Imported; 2]);
     assert_ne!(seen[0].id, seen[1].id, "nothing shows whether it is the same memory");
-    let watched = monitor.subscribe(opened.range, Arc::new(Listener::default()));
+    let watched = monitor.subscribe(opened.range, Arc::new(Recorder::default()));
     assert!(watched.expect_err("no callback").is_unsupported());
     // SAFETY: no code uses the memory.
     unsafe { other.ipc_close(&opened) }.expect("close");
@@ -475,14 +440,14 @@ fn memory_that_the_iface_opened_is_watched_until_its_close() {
     let other = open(&runtime).expect("open");
     let monitor = other.start_monitor().expect("start");
     let opened = other.ipc_open(&handle).expect("open");
-    let told = Arc::new(Listener::default());
+    let told = Arc::new(Recorder::default());
     monitor.subscribe(opened.range, told.clone()).expect("watch");
     assert!(monitor.valid(&NO_SUBSCRIPTION, &opened).expect("ask"));
     let error = free(&other, &opened).expect_err("another call releases the memory");
     assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("ipc_close")), "{error}");
     // SAFETY: no code uses the memory.
     unsafe { other.ipc_close(&opened) }.expect("close");
-    assert_eq!(told.0.load(Ordering::Relaxed), 1);
+    assert_eq!(told.changes(), [(opened.range, InvalidationCause::Free)]);
     assert!(!monitor.valid(&NO_SUBSCRIPTION, &opened).expect("ask"));
     free(&iface, &plain).expect("free");
     drop(monitor);

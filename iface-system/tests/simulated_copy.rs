@@ -54,27 +54,6 @@ fn every_kind_copies_to_every_kind() {
 }
 
 /// HM-03
-#[test]
-fn gather_of_uneven_ranges_copies_each_to_its_place() {
-    let simulated = simulated();
-    let allocation = device(&simulated, 1 << 20);
-    let bytes = pattern(200_000, 4);
-    let mut expected = vec![0_u8; 1 << 20];
-    let mut from = 0;
-    let page = page() as usize;
-    for (offset, len) in
-        [(1, 1), (page - 1, 2), (10_000, 4097), (70_001, 65_535), (999_999, 3), (300_000, 99_999)]
-    {
-        simulated.write_bytes(at(&allocation, offset as u64), &bytes[from..from + len]).unwrap();
-        expected[offset..offset + len].copy_from_slice(&bytes[from..from + len]);
-        from += len;
-    }
-    let mut back = vec![1; 1 << 20];
-    simulated.read_bytes(allocation.base(), &mut back).unwrap();
-    assert!(back == expected);
-}
-
-/// HM-03
 ///
 /// A copy whose source and destination overlap in one allocation moves the bytes as `memmove` does,
 /// in either direction and across segments.

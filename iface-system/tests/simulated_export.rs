@@ -2,62 +2,12 @@
 
 mod support;
 
-use std::sync::Mutex;
-
 use hmem_core::{
     Allocation, AllocationKind, DeviceId, Errno, ErrorKind, IfaceExt,
     iface::{AllocRequest, DmaBufExport, DmaBufMapping},
 };
 use hmem_iface_system::{AddressReuse, DmaBufKind, P2pMatrix, Simulated};
 use support::*;
-
-/// A lock that makes the tests of this file run one at a time, because they count the fds of the
-/// process.
-static TURN: Mutex<()> = Mutex::new(());
-
-fn turn() -> std::sync::MutexGuard<'static, ()> {
-    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
-/// HM-06
-#[test]
-fn unaligned_exports_reach_exactly_their_bytes() {
-    let _turn = turn();
-    let simulated = simulated();
-    let page = page();
-    let whole = 24 * page + 1696;
-    let decoy = device(&simulated, page);
-    simulated.write_bytes(decoy.base(), &vec![0xee; page as usize]).unwrap();
-    let allocation = device(&simulated, whole);
-    let bytes = pattern(whole as usize, 1);
-    simulated.write_bytes(allocation.base(), &bytes).unwrap();
-    for (offset, len) in [
-        (0, 1),
-        (1, 1),
-        (page - 1, 2),
-        (page, page),
-        (page + 905, 8 * page + 565),
-        (whole - 1, 1),
-        (0, whole),
-    ] {
-        let range = allocation.range.slice(offset, len).unwrap();
-        let export =
-            simulated.export_dma_buf(range, &nic("loop0"), DmaBufMapping::Default).unwrap();
-        assert_eq!((export.alloc_offset.0, export.len), (offset, len));
-        let expected = &bytes[offset as usize..(offset + len) as usize];
-        assert!(read_through_fd(&export) == expected, "{offset}+{len}");
-
-        let written = pattern(len as usize, offset + 77);
-        write_through_fd(&export, &written);
-        let mut all = vec![0; whole as usize];
-        simulated.read_bytes(allocation.base(), &mut all).unwrap();
-        let mut expected_all = bytes.clone();
-        expected_all[offset as usize..(offset + len) as usize].copy_from_slice(&written);
-        assert!(all == expected_all, "nothing but {offset}+{len} changed");
-        simulated.write_bytes(allocation.base(), &bytes).unwrap();
-        simulated.release_dma_buf(export).unwrap();
-    }
-}
 
 /// HM-06
 ///

@@ -1,44 +1,16 @@
 //! Tests that no resource leaks when a driver call fails.
 
+#[path = "../../tests/subscriber/mod.rs"]
+mod subscriber;
 mod support;
-
-use std::sync::Mutex;
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, DeviceId, Errno, Iface, IfaceExt, Result,
     iface::{AllocRequest, DmaBufMapping},
-    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_iface_system::{DeviceCall, FreeDetection, Simulated};
+use subscriber::Recorder;
 use support::*;
-
-/// A lock that makes the tests of this file run one at a time, because they count the fds of the
-/// process.
-static TURN: Mutex<()> = Mutex::new(());
-
-fn turn() -> std::sync::MutexGuard<'static, ()> {
-    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
-#[derive(Debug)]
-struct Deaf;
-
-impl Invalidator for Deaf {
-    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
-
-    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
-        self.invalidate(range, cause);
-        InvalidationToken::unnumbered()
-    }
-
-    fn invalidate_end(&self, _: InvalidationToken) {}
-
-    fn close_gate(&self) -> GateToken {
-        GateToken::unnumbered()
-    }
-
-    fn open_gate(&self, _: GateToken) {}
-}
 
 /// Uses every operation of the iface, continues after failures, and returns the errors.
 fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
@@ -94,7 +66,8 @@ fn use_everything(simulated: &Simulated) -> Vec<hmem_core::Error> {
             }
         }
         let monitor = simulated.start_monitor().unwrap();
-        let subscription = monitor.subscribe(allocation.range, std::sync::Arc::new(Deaf));
+        let subscription =
+            monitor.subscribe(allocation.range, std::sync::Arc::new(Recorder::default()));
         let subscription = subscription.map_err(|error| keep(Err(error))).ok();
         while let Err(error) = free(simulated, &allocation) {
             keep(Err(error));

@@ -2,22 +2,11 @@
 
 mod support;
 
-use std::{
-    io::{BufRead, BufReader, Write},
-    sync::Mutex,
-};
+use std::io::{BufRead, BufReader, Write};
 
 use hmem_core::{AllocationKind, ErrorKind, Iface, IfaceExt, IfaceKind, iface::IpcHandle};
 use hmem_iface_system::{AddressReuse, SIMULATED, Simulated, System};
 use support::*;
-
-/// A lock that makes the tests of this file run one at a time, because they count the fds of the
-/// process.
-static TURN: Mutex<()> = Mutex::new(());
-
-fn turn() -> std::sync::MutexGuard<'static, ()> {
-    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
 
 fn iface_of(kind: IfaceKind) -> Box<dyn Iface> {
     if kind == IfaceKind::SYSTEM { Box::new(System::new()) } else { Box::new(simulated()) }

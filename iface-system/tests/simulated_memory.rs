@@ -2,21 +2,13 @@
 
 mod support;
 
-use std::{os::unix::process::ExitStatusExt, sync::Mutex};
+use std::os::unix::process::ExitStatusExt;
 
 use hmem_core::{
     AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::AllocRequest,
 };
 use hmem_iface_system::{AddressReuse, Simulated};
 use support::*;
-
-/// A lock that makes the tests of this file run one at a time, because they count the fds and the
-/// memory of the process.
-static TURN: Mutex<()> = Mutex::new(());
-
-fn turn() -> std::sync::MutexGuard<'static, ()> {
-    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
 
 fn pointer(allocation: &hmem_core::Allocation) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(allocation.base().0 as usize)

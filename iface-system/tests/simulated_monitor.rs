@@ -1,5 +1,7 @@
 //! Tests of the detection of frees: MON-07, MON-08.
 
+#[path = "../../tests/subscriber/mod.rs"]
+mod subscriber;
 mod support;
 
 use std::{
@@ -13,51 +15,17 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, ErrorKind, Iface, IfaceExt,
-    monitor::{
-        DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Subscription,
-    },
+    monitor::{DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator},
 };
 use hmem_iface_system::{AddressReuse, FreeDetection, Simulated};
 use parking_lot::Mutex;
+use subscriber::{NO_SUBSCRIPTION, Recorder};
 use support::*;
 
 fn with_style(free_detection: FreeDetection) -> Arc<Simulated> {
     let builder =
         Simulated::builder().free_detection(free_detection).address_reuse(AddressReuse::JustFreed);
     Arc::new(builder.build().unwrap())
-}
-
-/// An invalidator that records the ranges of notifications.
-#[derive(Debug, Default)]
-struct RangeRecorder(Mutex<Vec<AddressRange>>);
-
-impl RangeRecorder {
-    fn new() -> Arc<Self> {
-        Arc::default()
-    }
-
-    fn ranges(&self) -> Vec<AddressRange> {
-        self.0.lock().clone()
-    }
-}
-
-impl Invalidator for RangeRecorder {
-    fn invalidate(&self, range: AddressRange, _: InvalidationCause) {
-        self.0.lock().push(range);
-    }
-
-    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
-        self.invalidate(range, cause);
-        InvalidationToken::unnumbered()
-    }
-
-    fn invalidate_end(&self, _: InvalidationToken) {}
-
-    fn close_gate(&self) -> GateToken {
-        GateToken::unnumbered()
-    }
-
-    fn open_gate(&self, _: GateToken) {}
 }
 
 /// An invalidator that runs a closure at each notification.
@@ -92,10 +60,6 @@ fn doing(action: impl Fn(AddressRange) + Send + Sync + 'static) -> Arc<dyn Inval
     Arc::new(RunOnNotify(action))
 }
 
-/// A subscription that watches nothing. For the memory of these tests the monitor compares the
-/// allocation's identity, and ignores the subscription.
-const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
-
 /// MON-07
 #[test]
 fn reused_address_is_invalid_with_either_free_detection() {
@@ -119,33 +83,6 @@ fn reused_address_is_invalid_with_either_free_detection() {
                 "the address was reused"
             );
         }
-    }
-}
-
-/// MON-07
-#[test]
-fn callback_notifies_exactly_the_freed_ranges_subscribers() {
-    let simulated = with_style(FreeDetection::Callback);
-    let monitor = simulated.start_monitor().unwrap();
-    assert_eq!(monitor.detection(), DetectionMethod::Callback);
-    assert!(simulated.capability().free_callback);
-    let (freed, live) = (device(&*simulated, 1 << 20), device(&*simulated, 1 << 20));
-    let recorder: Vec<_> = (0..6).map(|_| RangeRecorder::new()).collect();
-    let ranges = [
-        freed.range,
-        freed.range.slice(0, 1).unwrap(),
-        freed.range.slice((1 << 20) - 1, 1).unwrap(),
-        freed.range.slice(5000, 70_000).unwrap(),
-        live.range,
-        live.range.slice(0, 1).unwrap(),
-    ];
-    for (recorder, range) in recorder.iter().zip(ranges) {
-        monitor.subscribe(range, Arc::clone(recorder) as _).unwrap();
-    }
-    free(&*simulated, &freed).unwrap();
-    for (number, recorder) in recorder.iter().enumerate() {
-        let expected = if number < 4 { vec![freed.range] } else { vec![] };
-        assert_eq!(recorder.ranges(), expected, "subscriber {number}");
     }
 }
 
@@ -181,7 +118,7 @@ fn subscriber_added_during_a_free_is_notified() {
     let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
     let allocation = device(&*simulated, 4096);
-    let late = RangeRecorder::new();
+    let late = Arc::<Recorder>::default();
     let callback = {
         let (monitor, late) = (Arc::downgrade(&monitor), Arc::clone(&late));
         move |range: AddressRange| {
@@ -209,19 +146,6 @@ fn concurrent_free_of_one_allocation_is_a_double_free() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 }
 
-/// MON-08
-#[test]
-fn after_unsubscribe_returns_the_invalidator_is_not_called() {
-    let simulated = with_style(FreeDetection::Callback);
-    let monitor = simulated.start_monitor().unwrap();
-    let allocation = device(&*simulated, 4096);
-    let recorder = RangeRecorder::new();
-    let subscription = monitor.subscribe(allocation.range, Arc::clone(&recorder) as _).unwrap();
-    monitor.unsubscribe(subscription);
-    free(&*simulated, &allocation).unwrap();
-    assert!(recorder.ranges().is_empty());
-}
-
 /// MON-09
 #[test]
 fn subscription_of_another_device_ends_nothing() {
@@ -229,9 +153,9 @@ fn subscription_of_another_device_ends_nothing() {
     let [monitor, stranger] =
         [&simulated, &other].map(|simulated| simulated.start_monitor().unwrap());
     let [allocation, foreign] = [&simulated, &other].map(|simulated| device(&**simulated, 4096));
-    let recorder = RangeRecorder::new();
+    let recorder = Arc::<Recorder>::default();
     let subscribed = monitor.subscribe(allocation.range, Arc::clone(&recorder) as _).unwrap();
-    monitor.unsubscribe(stranger.subscribe(foreign.range, RangeRecorder::new()).unwrap());
+    monitor.unsubscribe(stranger.subscribe(foreign.range, Arc::<Recorder>::default()).unwrap());
     free(&*simulated, &allocation).unwrap();
     assert_eq!(recorder.ranges(), [allocation.range]);
     monitor.unsubscribe(subscribed);
@@ -273,7 +197,7 @@ fn subscriptions_are_counted_with_either_free_detection() {
         let simulated = with_style(free_detection);
         let monitor = simulated.start_monitor().unwrap();
         let allocation = device(&*simulated, 1 << 20);
-        let recorder = RangeRecorder::new();
+        let recorder = Arc::<Recorder>::default();
         let subscriptions: Vec<_> = (0..1000)
             .map(|i| {
                 let range = allocation.range.slice(i * 100, 1 + i * 37 % 5000).unwrap();
@@ -303,7 +227,7 @@ fn freed_memory_cannot_be_watched() {
     for range in
         [allocation.range, AddressRange::of(&host), AddressRange::new(Address(0), 8).unwrap()]
     {
-        let error = monitor.subscribe(range, RangeRecorder::new()).unwrap_err();
+        let error = monitor.subscribe(range, Arc::<Recorder>::default()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
     }
     assert_eq!(simulated.stats().subscriptions, 0);
@@ -317,6 +241,8 @@ fn freed_memory_cannot_be_watched() {
 fn each_overlapping_subscriber_is_notified_once() {
     let simulated = with_style(FreeDetection::Callback);
     let monitor = simulated.start_monitor().unwrap();
+    assert_eq!(monitor.detection(), DetectionMethod::Callback);
+    assert!(simulated.capability().free_callback);
     let allocations: Vec<_> =
         (0..40).map(|i| allocate(&*simulated, 1 + i * 7919, AllocationKind::Device)).collect();
     let subscribers: Vec<_> = (0..2000_u64)
@@ -324,7 +250,7 @@ fn each_overlapping_subscriber_is_notified_once() {
             let allocation = &allocations[i as usize % allocations.len()];
             let offset = i * 613 % allocation.range.len();
             let len = 1 + i * 1009 % (allocation.range.len() - offset);
-            let recorder = RangeRecorder::new();
+            let recorder = Arc::<Recorder>::default();
             monitor
                 .subscribe(allocation.range.slice(offset, len).unwrap(), Arc::clone(&recorder) as _)
                 .unwrap();

@@ -36,8 +36,7 @@ cases! {
     discarded_page_is_no_stale_hit_under_both,
     page_in_a_pending_discard_is_uncached_with_the_reason,
     memhooks_and_userfaultfd_leave_no_stale_hits;
-    slow: a_million_rounds_of_each,
-    discarded_page_is_no_stale_hit_in_many_rounds,
+    slow: discarded_page_is_no_stale_hit_in_many_rounds,
 }
 
 /// A cache back end for which registering memory means reading its first word. The region is that
@@ -204,14 +203,15 @@ impl Drop for Stop<'_> {
     }
 }
 
-fn none(monitor: &Arc<dyn Monitor>, causes: &[(&str, Replace)], rounds: u64, adversary: bool) {
+fn none(monitor: &Arc<dyn Monitor>, causes: &[(&str, Replace)], adversary: bool) {
+    const ROUNDS: u64 = 2_000;
     for (cause, replace) in causes {
         let (stale, invalidated) =
-            stale_hits(Some(Arc::clone(monitor)), *replace, rounds, adversary);
+            stale_hits(Some(Arc::clone(monitor)), *replace, ROUNDS, adversary);
         assert_eq!(stale, 0, "{cause} under {}", monitor.name());
         assert!(
-            invalidated > rounds / 10,
-            "{cause}: {invalidated} of {rounds}: the page was rarely cached"
+            invalidated > ROUNDS / 10,
+            "{cause}: {invalidated} of {ROUNDS}: the page was rarely cached"
         );
     }
 }
@@ -227,34 +227,22 @@ fn without_a_monitor_every_cause_leaves_stale_hits() {
     }
 }
 
-fn memhooks(rounds: u64) {
-    let hooks: Arc<dyn Monitor> = MemHooks::start().unwrap();
-    none(&hooks, &HOOKED, rounds, false);
-    none(&hooks, &HOOKED, rounds, true);
-}
-
-fn userfaultfd(rounds: u64) {
-    let events: Arc<dyn Monitor> = start_userfaultfd();
-    none(&events, &HOOKED, rounds, false);
-    none(&events, &RAW, rounds, false);
-}
-
-fn layered(rounds: u64) {
-    let both: Arc<dyn Monitor> = Layered::new(MemHooks::start().unwrap(), start_userfaultfd());
-    none(&both, &HOOKED, rounds, true);
-    none(&both, &RAW, rounds, false);
-}
-
 fn memhooks_leave_no_stale_hits_for_any_thread() {
-    memhooks(2_000);
+    let hooks: Arc<dyn Monitor> = MemHooks::start().unwrap();
+    none(&hooks, &HOOKED, false);
+    none(&hooks, &HOOKED, true);
 }
 
 fn userfaultfd_leaves_no_stale_hits_for_the_unmapping_thread() {
-    userfaultfd(2_000);
+    let events: Arc<dyn Monitor> = start_userfaultfd();
+    none(&events, &HOOKED, false);
+    none(&events, &RAW, false);
 }
 
 fn memhooks_and_userfaultfd_leave_no_stale_hits() {
-    layered(2_000);
+    let both: Arc<dyn Monitor> = Layered::new(MemHooks::start().unwrap(), start_userfaultfd());
+    none(&both, &HOOKED, true);
+    none(&both, &RAW, false);
 }
 
 const DISCARDS: [(&str, Replace); 2] = [HOOKED[1], RAW[1]];
@@ -371,12 +359,4 @@ fn page_in_a_pending_discard_is_uncached_with_the_reason() {
     while !cached(0) {
         thread::yield_now();
     }
-}
-
-fn a_million_rounds_of_each() {
-    // SAFETY: the call only ends the timer of this process, because the case takes long.
-    unsafe { libc::alarm(0) };
-    memhooks(1_000_000);
-    userfaultfd(1_000_000);
-    layered(1_000_000);
 }

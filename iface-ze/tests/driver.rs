@@ -3,6 +3,8 @@
 
 #[path = "../../tests/child/mod.rs"]
 mod child;
+#[path = "../../tests/subscriber/mod.rs"]
+mod subscriber;
 #[path = "../../tests/trials/mod.rs"]
 mod trials;
 
@@ -24,6 +26,7 @@ use hmem_iface_ze::{
     sys::{Functions, ZeResult},
 };
 use rustix::process::{PidfdFlags, PidfdGetfdFlags};
+use subscriber::{NO_SUBSCRIPTION, Recorder};
 use trials::{Outcome, skip, trials};
 
 const LEN: u64 = 256 << 10;
@@ -252,7 +255,7 @@ fn pooled_memory_of_the_application_is_recognised() {
             .expect_err("its offset in the pool is unknown");
         assert!(error.is_unsupported() && error.to_string().contains("pool"), "{error}");
         let error =
-            monitor.subscribe(found.range, Arc::new(IgnoringSubscriber)).expect_err("not watched");
+            monitor.subscribe(found.range, Arc::new(Recorder::default())).expect_err("not watched");
         assert!(error.is_unsupported(), "{error}");
         assert!(
             !monitor.valid(&NO_SUBSCRIPTION, &found).expect("query"),
@@ -263,36 +266,11 @@ fn pooled_memory_of_the_application_is_recognised() {
     let found = query(&iface, large).expect("known");
     let export = iface.export_dma_buf(found.range, &nic(), DmaBufMapping::Default).expect("export");
     iface.release_dma_buf(export).expect("release");
-    monitor.subscribe(found.range, Arc::new(IgnoringSubscriber)).expect("watched");
+    monitor.subscribe(found.range, Arc::new(Recorder::default())).expect("watched");
     assert!(monitor.valid(&NO_SUBSCRIPTION, &found).expect("query"));
     driver.free_elsewhere(large);
     assert_eq!(driver.allocate_elsewhere(3 << 20), large, "the address is reused");
     assert!(!monitor.valid(&NO_SUBSCRIPTION, &found).expect("query"));
-}
-
-/// A subscription that watches nothing. For the memory of these tests the monitor compares the
-/// allocation's identity, and ignores the subscription.
-const NO_SUBSCRIPTION: hmem_core::monitor::Subscription =
-    hmem_core::monitor::Subscription::unnumbered();
-
-/// A subscriber that ignores notifications, since identities show the changes.
-#[derive(Debug)]
-struct IgnoringSubscriber;
-
-impl hmem_core::monitor::Invalidator for IgnoringSubscriber {
-    fn invalidate(&self, _: AddressRange, _: hmem_core::monitor::InvalidationCause) {}
-    fn invalidate_start(
-        &self,
-        _: AddressRange,
-        _: hmem_core::monitor::InvalidationCause,
-    ) -> hmem_core::monitor::InvalidationToken {
-        hmem_core::monitor::InvalidationToken::unnumbered()
-    }
-    fn invalidate_end(&self, _: hmem_core::monitor::InvalidationToken) {}
-    fn close_gate(&self) -> hmem_core::monitor::GateToken {
-        hmem_core::monitor::GateToken::unnumbered()
-    }
-    fn open_gate(&self, _: hmem_core::monitor::GateToken) {}
 }
 
 /// The driver takes small host allocations of the iface from a pool too. The iface's table of its

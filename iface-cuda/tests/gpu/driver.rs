@@ -6,11 +6,9 @@ use std::{
 };
 
 use hmem_core::{
-    AddressRange, Allocation, AllocationKind, DeviceId, ErrorKind, IfaceExt,
+    Allocation, AllocationKind, DeviceId, ErrorKind, IfaceExt,
     iface::AllocRequest,
-    monitor::{
-        GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor, Subscription,
-    },
+    monitor::{Monitor, Subscription},
     provider::Nic,
 };
 use hmem_fake_cuda::{FakeDriver, Profile};
@@ -19,7 +17,10 @@ use hmem_iface_cuda::{
     sys::{self, CuContext, CuDeviceAttribute, CuDevicePtr, CuResult, Functions},
 };
 
-use crate::report::{Failure, Outcome, and, attempt};
+use crate::{
+    report::{Failure, Outcome, and, attempt},
+    subscriber::Recorder,
+};
 
 /// Length in bytes that every device must be able to allocate.
 const OWED: u64 = 64 << 20;
@@ -52,29 +53,13 @@ pub(crate) struct Absent {
     pub(crate) error: hmem_core::Error,
 }
 
-/// A subscriber of a measured monitor. It ignores its notifications.
-#[derive(Debug)]
-struct IgnoringSubscriber;
-
-impl Invalidator for IgnoringSubscriber {
-    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
-    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
-        InvalidationToken::unnumbered()
-    }
-    fn invalidate_end(&self, _: InvalidationToken) {}
-    fn close_gate(&self) -> GateToken {
-        GateToken::unnumbered()
-    }
-    fn open_gate(&self, _: GateToken) {}
-}
-
 /// Calls `run` with a subscription to the memory.
 pub(crate) fn watched<T>(
     monitor: &dyn Monitor,
     memory: &Allocation,
     run: impl FnOnce(&Subscription) -> Outcome<T>,
 ) -> Outcome<T> {
-    let subscription = monitor.subscribe(memory.range, Arc::new(IgnoringSubscriber))?;
+    let subscription = monitor.subscribe(memory.range, Arc::new(Recorder::default()))?;
     let result = run(&subscription);
     monitor.unsubscribe(subscription);
     result

@@ -14,6 +14,8 @@ mod exports;
 mod figures;
 mod others;
 mod report;
+#[path = "../../../tests/subscriber/mod.rs"]
+mod subscriber;
 mod trial;
 
 use std::{fs, io, process::ExitCode};

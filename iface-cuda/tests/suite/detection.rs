@@ -1,8 +1,7 @@
 //! Tests of queries: the allocation that contains an address, its kind and its identity.
 
 use hmem_core::{
-    Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, IfaceKind,
-    iface::AllocRequest,
+    Address, AddressRange, AllocationKind, DeviceId, Iface, IfaceExt, iface::AllocRequest,
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::{CuDevicePtr, CuResult};
@@ -11,41 +10,15 @@ use crate::world::{Expandable, KINDS, World, check, each, over, page, pages};
 
 /// HM-01
 #[test]
-fn query_returns_the_kind_at_both_ends_and_inside() {
+fn memory_that_the_cpu_accesses_lies_on_no_device() {
     each(|world| {
         for kind in world.kinds(&KINDS) {
             let memory = world.allocate(100_000, kind);
-            assert_eq!(
-                (memory.iface, memory.kind, memory.range.len()),
-                (IfaceKind::CUDA, kind, 100_000)
-            );
-            for offset in [0, 1, 4097, 99_999] {
-                let address = memory.base().checked_add(offset).expect("inside");
-                let found = world.cuda.query(address).expect("query").expect("known");
-                assert_eq!(
-                    (found.kind, found.id, found.base()),
-                    (kind, memory.id, memory.base()),
-                    "{}",
-                    world.name
-                );
-                let on_a_device = !kind.cpu_accessible();
-                assert_eq!(
-                    found.device,
-                    on_a_device.then_some(DeviceId(0)),
-                    "{}: {kind:?}",
-                    world.name
-                );
-            }
-            let before = memory.base().0.checked_sub(1).map(Address).expect("not at 0");
-            let found = world.cuda.query(before).expect("query");
-            assert!(found.is_none_or(|found| found.id != memory.id), "{}: {kind:?}", world.name);
+            let found = world.cuda.query(memory.base()).expect("query").expect("known");
+            let on_a_device = !kind.cpu_accessible();
+            let device = on_a_device.then_some(DeviceId(0));
+            assert_eq!(found.device, device, "{}: {kind:?}", world.name);
             world.free(&memory);
-            let found = world.cuda.query(memory.base()).expect("query");
-            assert!(
-                found.is_none_or(|found| found.id != memory.id),
-                "{}: freed {kind:?}",
-                world.name
-            );
         }
     });
 }

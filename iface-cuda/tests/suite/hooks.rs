@@ -9,7 +9,6 @@ use hmem_core::{
     iface::AllocRequest,
     monitor::{
         DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor,
-        Subscription,
     },
 };
 use hmem_fake_cuda::Profile;
@@ -20,13 +19,10 @@ use hmem_iface_cuda::{
 use parking_lot::Mutex;
 
 use crate::{
+    subscriber::NO_SUBSCRIPTION,
     vendor_files,
     world::{World, check},
 };
-
-/// A subscription that watches nothing. For the memory of these tests the monitor compares the
-/// allocation's identity, and ignores the subscription.
-const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
 
 /// A subscriber that records at the start and at the end of each invalidation whether the memory is
 /// still allocated.

@@ -16,6 +16,8 @@ mod hooks;
 mod ipc;
 mod monitor;
 mod opening;
+#[path = "../../../tests/subscriber/mod.rs"]
+mod subscriber;
 #[path = "../../../tests/vendor_files/mod.rs"]
 mod vendor_files;
 mod world;

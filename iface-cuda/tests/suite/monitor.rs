@@ -1,54 +1,16 @@
 //! Tests of the monitor, which detects freed memory.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicUsize, Ordering},
-};
+use std::sync::Arc;
 
 use hmem_core::{
     Address, AddressRange, AllocationKind, Iface, IfaceExt,
-    monitor::{
-        DetectionMethod, GateToken, InvalidationCause, InvalidationToken, Invalidator, Subscription,
-    },
+    monitor::{DetectionMethod, InvalidationCause},
 };
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::sys::CuDevicePtr;
-use parking_lot::Mutex;
 
+use crate::subscriber::{NO_SUBSCRIPTION, Recorder};
 use crate::world::{Expandable, World, check, each, not_over_a_gpu, over};
-
-/// A subscription that watches nothing. For the memory of these tests the monitor compares the
-/// allocation's identity, and ignores the subscription.
-const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
-
-/// A subscriber that records its notifications.
-#[derive(Debug, Default)]
-struct RecordingSubscriber {
-    ranges: Mutex<Vec<(AddressRange, InvalidationCause)>>,
-    open: AtomicUsize,
-}
-
-impl Invalidator for RecordingSubscriber {
-    fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
-        self.ranges.lock().push((range, cause));
-    }
-
-    fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
-        self.open.fetch_add(1, Ordering::AcqRel);
-        self.ranges.lock().push((range, cause));
-        InvalidationToken::unnumbered()
-    }
-
-    fn invalidate_end(&self, _change: InvalidationToken) {
-        self.open.fetch_sub(1, Ordering::AcqRel);
-    }
-
-    fn close_gate(&self) -> GateToken {
-        GateToken::unnumbered()
-    }
-
-    fn open_gate(&self, _: GateToken) {}
-}
 
 /// MON-07
 #[test]
@@ -148,21 +110,20 @@ fn frees_through_the_iface_notify_before_the_memory_is_freed() {
             world.allocate(10_000, AllocationKind::Device),
             world.allocate(10_000, AllocationKind::Device),
         );
-        let told = Arc::new(RecordingSubscriber::default());
+        let told = Arc::new(Recorder::default());
         let part = memory.range.slice(100, 50).expect("a part");
         let subscription = monitor.subscribe(part, Arc::clone(&told) as _).expect("subscribe");
         world.free(&other);
-        assert!(told.ranges.lock().is_empty(), "{}: another allocation was freed", world.name);
+        assert!(told.changes().is_empty(), "{}: another allocation was freed", world.name);
         world.free(&memory);
-        assert_eq!(*told.ranges.lock(), [(memory.range, InvalidationCause::Free)]);
-        assert_eq!(told.open.load(Ordering::Acquire), 0, "every invalidation that began has ended");
+        assert_eq!(told.changes(), [(memory.range, InvalidationCause::Free)]);
         monitor.unsubscribe(subscription);
         let again = world.allocate(10_000, AllocationKind::Device);
         let subscription =
             monitor.subscribe(again.range, Arc::clone(&told) as _).expect("subscribe");
         monitor.unsubscribe(subscription);
         world.free(&again);
-        assert_eq!(told.ranges.lock().len(), 1, "unsubscribed");
+        assert_eq!(told.changes().len(), 1, "unsubscribed");
     });
 }
 
@@ -178,14 +139,14 @@ fn frees_in_while_freeing_notify_before_the_free() {
         // SAFETY: the output is writable.
         world.app.current(|driver| check(unsafe { (driver.mem_alloc())(&mut pointer, 10_000) }));
         let range = AddressRange::new(Address(pointer), 10_000).expect("a range");
-        let told = Arc::new(RecordingSubscriber::default());
+        let told = Arc::new(Recorder::default());
         let subscription = monitor.subscribe(range, Arc::clone(&told) as _).expect("subscribe");
         world.cuda.while_freeing(range, || {
-            assert_eq!(told.open.load(Ordering::Acquire), 1, "notified before the free");
+            assert_eq!(told.open(), 1, "notified before the free");
             // SAFETY: the test allocated the memory above, and frees it once.
             world.app.current(|driver| check(unsafe { (driver.mem_free())(pointer) }));
         });
-        assert_eq!((told.open.load(Ordering::Acquire), told.ranges.lock().len()), (0, 1));
+        assert_eq!(told.changes().len(), 1);
         monitor.unsubscribe(subscription);
     });
 }
@@ -200,15 +161,14 @@ fn address_may_be_reused_and_freed_before_its_free_has_ended() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
         let memory = world.allocate(10_000, AllocationKind::Device);
-        let told = Arc::new(RecordingSubscriber::default());
+        let told = Arc::new(Recorder::default());
         let subscription =
             monitor.subscribe(memory.range, Arc::clone(&told) as _).expect("subscribe");
         world.cuda.while_freeing(memory.range, || {
             world.free(&memory);
-            assert_eq!(told.open.load(Ordering::Acquire), 1, "the outer change goes on");
+            assert_eq!(told.open(), 1, "the outer change goes on");
         });
-        assert_eq!(*told.ranges.lock(), [(memory.range, InvalidationCause::Free); 2]);
-        assert_eq!(told.open.load(Ordering::Acquire), 0, "every invalidation that began has ended");
+        assert_eq!(told.changes(), [(memory.range, InvalidationCause::Free); 2]);
         monitor.unsubscribe(subscription);
     });
 }
@@ -221,7 +181,7 @@ fn address_may_be_reused_and_freed_before_its_free_has_ended() {
 fn memory_that_cannot_be_watched_is_refused_with_the_reason() {
     each(|world| {
         let monitor = world.cuda.start_monitor().expect("monitor");
-        let told = Arc::new(RecordingSubscriber::default());
+        let told = Arc::new(Recorder::default());
         let on_the_stack = [0u8; 8];
         let error = monitor
             .subscribe(AddressRange::of(&on_the_stack), Arc::clone(&told) as _)
@@ -235,7 +195,7 @@ fn memory_that_cannot_be_watched_is_refused_with_the_reason() {
         let reason = error.remedy_text().unwrap_or_default();
         assert!(error.is_unsupported() && reason.contains("not mapped"), "{error}");
         memory.end(&mut world.app, &parts);
-        assert!(told.ranges.lock().is_empty(), "nothing is subscribed after an error");
+        assert!(told.changes().is_empty(), "nothing is subscribed after an error");
     });
 }
 
@@ -250,7 +210,7 @@ fn mapped_memory_is_valid_until_its_own_mapping_changes() {
         let parts = [Some(false), Some(false), Some(false)];
         let memory = Expandable::new(&mut world.app, &parts);
         let found = world.cuda.query(Address(memory.base)).expect("query").expect("known");
-        let told = Arc::new(RecordingSubscriber::default());
+        let told = Arc::new(Recorder::default());
         let subscribe = |range| monitor.subscribe(range, Arc::clone(&told) as _).expect("mapped");
         let (first, both) =
             (subscribe(memory.range(100, 50)), subscribe(memory.range(memory.step - 1, 2)));

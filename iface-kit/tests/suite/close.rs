@@ -18,6 +18,7 @@ fn busy<D: Driver>(closed: Result<(), Rejected<Announced<D>>>) -> Announced<D> {
 /// iface, which is still open.
 fn check_busy_close<D: Driver>(fake: &Fake, iface: Announced<D>) -> Announced<D> {
     let own = allocate(&iface, page());
+    assert!(format!("{iface:?}").contains("allocations: 1"), "{iface:?}");
     check_round_trip(&iface, own.base(), page() as usize).expect("copy");
     let iface = busy(iface.close());
     check_round_trip(&iface, own.base(), page() as usize).expect("the iface still works");

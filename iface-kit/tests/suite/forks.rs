@@ -5,16 +5,13 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-use hmem_core::{
-    Address, AddressRange, DeviceId, ErrorKind, Iface, IfaceExt, Result,
-    iface::DmaBufMapping,
-    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator},
-};
+use hmem_core::{Address, DeviceId, ErrorKind, Iface, IfaceExt, Result, iface::DmaBufMapping};
 use hmem_fake_accelerators::{Fake, Profile};
 use hmem_iface_kit::announced::{Announced, Driver};
 
 use crate::{
     kept::Flagged,
+    subscriber::Recorder,
     world::{allocate, check_round_trip, free, gaudi, nic, page, range},
 };
 
@@ -44,25 +41,6 @@ fn in_bad_state<T>(result: Result<T>) -> bool {
     result.is_err_and(|error| error.kind() == ErrorKind::BadState)
 }
 
-#[derive(Debug)]
-struct NoCache;
-
-impl Invalidator for NoCache {
-    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {}
-
-    fn invalidate_start(&self, _: AddressRange, _: InvalidationCause) -> InvalidationToken {
-        InvalidationToken::unnumbered()
-    }
-
-    fn invalidate_end(&self, _: InvalidationToken) {}
-
-    fn close_gate(&self) -> GateToken {
-        GateToken::unnumbered()
-    }
-
-    fn open_gate(&self, _: GateToken) {}
-}
-
 /// Returns true if the iface refuses all operations on the memory at `base`, a live allocation of
 /// the parent.
 fn refuses_all<D: Driver>(iface: &Announced<D>, base: Address, handle: D::Handle) -> bool {
@@ -76,7 +54,7 @@ fn refuses_all<D: Driver>(iface: &Announced<D>, base: Address, handle: D::Handle
         in_bad_state(iface.query(base)),
         in_bad_state(iface.allocate(&crate::world::request(page()))),
         in_bad_state(iface.export_dma_buf(whole, &nic(), DmaBufMapping::Default)),
-        in_bad_state(monitor.subscribe(whole, Arc::new(NoCache))),
+        in_bad_state(monitor.subscribe(whole, Arc::new(Recorder::default()))),
         in_bad_state(announced),
         in_bad_state(copied),
     ]
@@ -99,7 +77,8 @@ fn forked_child_frees_no_lingering_memory_of_its_parent() {
     drop(iface.export_dma_buf(exported.range, &nic(), DmaBufMapping::Default).expect("export"));
     free(&iface, &exported).expect("free");
     let monitor = iface.start_monitor().expect("a monitor");
-    let subscription = monitor.subscribe(plain.range, Arc::new(NoCache)).expect("subscribe");
+    let subscription =
+        monitor.subscribe(plain.range, Arc::new(Recorder::default())).expect("subscribe");
     let parents = live();
     assert_eq!(parents, [exported.base().0, plain.base().0]);
     in_a_child(|| {

@@ -7,4 +7,6 @@ mod forks;
 mod kept;
 mod monitor;
 mod recognised;
+#[path = "../../../tests/subscriber/mod.rs"]
+mod subscriber;
 mod world;

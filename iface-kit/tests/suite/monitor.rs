@@ -1,55 +1,13 @@
 //! Tests of the monitor, which detects frees.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
-};
+use std::sync::Arc;
 
-use hmem_core::{
-    AddressRange, DeviceId, ErrorKind, IfaceExt,
-    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator},
-};
+use hmem_core::{Allocation, DeviceId, ErrorKind, IfaceExt, monitor::InvalidationCause};
 use hmem_fake_accelerators::Fake;
 use hmem_iface_kit::announced::{Announced, Driver};
 
+use crate::subscriber::Recorder;
 use crate::world::{Over, World, allocate, free, over_both, page, range};
-
-/// A subscriber that counts the frees that have begun and those that have ended.
-#[derive(Debug, Default)]
-struct Notices {
-    begun: AtomicU64,
-    ended: AtomicU64,
-}
-
-impl Invalidator for Notices {
-    fn invalidate(&self, _: AddressRange, _: InvalidationCause) {
-        self.begun.fetch_add(1, Ordering::Relaxed);
-        self.ended.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn invalidate_start(&self, _: AddressRange, cause: InvalidationCause) -> InvalidationToken {
-        assert_eq!(cause, InvalidationCause::Free);
-        self.begun.fetch_add(1, Ordering::Relaxed);
-        InvalidationToken::unnumbered()
-    }
-
-    fn invalidate_end(&self, _: InvalidationToken) {
-        self.ended.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn close_gate(&self) -> GateToken {
-        GateToken::unnumbered()
-    }
-    fn open_gate(&self, _: GateToken) {}
-}
-
-impl Notices {
-    fn count(&self) -> u64 {
-        let ended = self.ended.load(Ordering::Relaxed);
-        assert_eq!(self.begun.load(Ordering::Relaxed), ended, "each change is ended");
-        ended
-    }
-}
 
 /// MON-07
 #[test]
@@ -66,23 +24,24 @@ fn frees_and_withdrawals_notify_the_subscribers_of_their_range() {
             let (theirs, handle) = (world.allocate)(iface, fake, page());
             // SAFETY: the memory stays allocated until the fake is dropped.
             let theirs = unsafe { iface.announce(theirs, DeviceId(0), handle) }.expect("announce");
-            let [of_own, of_other, of_theirs] = [(); 3].map(|()| Arc::new(Notices::default()));
+            let [of_own, of_other, of_theirs] = [(); 3].map(|()| Arc::new(Recorder::default()));
             monitor.subscribe(own.range, Arc::clone(&of_own) as _).expect("subscribe");
             monitor.subscribe(other.range, Arc::clone(&of_other) as _).expect("subscribe");
             let last = monitor.subscribe(theirs.range, Arc::clone(&of_theirs) as _);
             last.expect("subscribe");
-            let counts = || [of_own.count(), of_other.count(), of_theirs.count()];
+            let of_free = |of: &Allocation| vec![(of.range, InvalidationCause::Free)];
+            let seen = || [&of_own, &of_other, &of_theirs].map(|recorder| recorder.changes());
             free(iface, &own).expect("free");
-            assert_eq!(counts(), [1, 0, 0]);
+            assert_eq!(seen(), [of_free(&own), vec![], vec![]]);
             iface.withdraw(&theirs).expect("withdraw");
-            assert_eq!(counts(), [1, 0, 1]);
+            assert_eq!(seen(), [of_free(&own), vec![], of_free(&theirs)]);
             assert_eq!(
                 monitor.subscribe(own.range, Arc::clone(&of_own) as _).unwrap_err().kind(),
                 ErrorKind::Unsupported,
                 "freed memory is not watched"
             );
             free(iface, &other).expect("free");
-            assert_eq!(counts(), [1, 1, 1]);
+            assert_eq!(seen(), [&own, &other, &theirs].map(of_free));
         }
     }
     over_both(&Test);
@@ -95,10 +54,11 @@ fn monitor_of_a_dropped_iface_refuses_to_watch() {
     let iface = crate::world::neuron(&fake).expect("NeuronCores");
     let monitor = iface.start_monitor().expect("a monitor");
     let watched = allocate(&iface, page());
-    let subscription = monitor.subscribe(watched.range, Arc::new(Notices::default()));
+    let subscription = monitor.subscribe(watched.range, Arc::new(Recorder::default()));
     free(&iface, &watched).expect("free");
     drop(iface);
     monitor.unsubscribe(subscription.expect("subscribe"));
-    let error = monitor.subscribe(range(page(), page()), Arc::new(Notices::default())).unwrap_err();
+    let error =
+        monitor.subscribe(range(page(), page()), Arc::new(Recorder::default())).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
 }

@@ -6,41 +6,6 @@ use hmem_iface_kit::announced::{Announced, Driver};
 
 use crate::world::{Over, World, allocate, check_round_trip, free, over_both, page, request};
 
-/// HM-01 HM-02: a query for an address returns its allocation until the allocation is freed.
-#[test]
-fn allocation_is_recognised_until_it_is_freed() {
-    struct Test;
-    impl Over for Test {
-        fn run<D: Driver>(&self, fake: &Fake, iface: &Announced<D>, _: &World<D>) {
-            let (first, second) = (allocate(iface, 3 * page()), allocate(iface, 100));
-            assert!(format!("{iface:?}").contains("allocations: 2"), "{iface:?}");
-            let base = first.base().0;
-            for inside in [base, base + 1, base + 3 * page() - 1] {
-                assert_eq!(iface.query(Address(inside)).expect("query"), Some(first));
-            }
-            for outside in [base - 1, base + 3 * page()] {
-                assert_ne!(iface.query(Address(outside)).expect("query"), Some(first));
-            }
-            assert_eq!((first.kind, first.device), (AllocationKind::Device, Some(DeviceId(0))));
-            // The driver rounds up to whole pages; the allocation has the requested length.
-            assert_eq!(iface.query(Address(second.base().0 + 100)).expect("query"), None);
-            let on_the_stack = 0u8;
-            assert_eq!(iface.query(Address::of_ptr(&on_the_stack)).expect("query"), None);
-
-            free(iface, &first).expect("free");
-            assert_eq!(iface.query(Address(base + 1)).expect("query"), None);
-            let again = allocate(iface, 3 * page());
-            assert_eq!(again.base().0, base, "the fake reuses the address");
-            assert_ne!(again.id, first.id);
-            assert_eq!(free(iface, &first).unwrap_err().kind(), ErrorKind::InvalidArgument);
-            free(iface, &again).expect("free");
-            free(iface, &second).expect("free");
-            assert_eq!(fake.live().allocations, 0);
-        }
-    }
-    over_both(&Test);
-}
-
 /// HM-01 HM-02 HM-03: a query for an address returns announced memory until the memory is
 /// withdrawn.
 #[test]

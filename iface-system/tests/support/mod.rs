@@ -5,6 +5,7 @@ use std::{
     fs,
     os::unix::process::CommandExt,
     process::{Child, Command, Stdio},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use hmem_core::{
@@ -21,6 +22,13 @@ pub const DEVICE_KINDS: [AllocationKind; 5] = [
     AllocationKind::StreamOrdered,
     AllocationKind::Virtual,
 ];
+
+/// Returns a lock that makes the tests of a file run one at a time, because they count the fds, the
+/// mappings or the memory of the process.
+pub fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 pub fn nic(name: &str) -> Nic {
     Nic { provider: "test".into(), name: name.into(), pci_bus_id: None }
