@@ -23,8 +23,6 @@ use support::{LOCAL, Pages, Pair, REMOTE, Side, device, open, remote, segment};
 use trials::{Outcome, Skipped, trials};
 
 trials! {
-    /// VRB-03
-    every_subset_of_rights_registers_and_closes,
     /// VRB-01
     refused_rights_match_those_of_the_driver,
     /// VRB-01
@@ -39,7 +37,6 @@ trials! {
     /// VRB-05
     locked_memory_limit_is_named_with_value_and_remedy,
     registered_pages_survive_a_fork,
-    reused_address_reaches_the_new_bytes,
 }
 
 /// Functions of libibverbs that the test calls directly, to compare them with the provider.
@@ -106,36 +103,6 @@ fn with_options(
     // SAFETY: the tests' pages outlive their regions, except where a test removes the pages on
     // purpose.
     unsafe { side.verbs().register(&request, &pieces) }
-}
-
-fn every_subset_of_rights_registers_and_closes() -> Outcome {
-    let name = device()?;
-    let side = side(&name);
-    let pages = Pages::new(1 << 20);
-    for bits in 0..1_u64 << 7 {
-        let bit = |index: u32, right: Access| {
-            if bits & (1 << index) != 0 { right } else { Access::empty() }
-        };
-        let access = bit(0, Access::READ)
-            | bit(1, Access::WRITE)
-            | bit(2, Access::RECV)
-            | bit(3, Access::SEND)
-            | bit(4, Access::REMOTE_READ)
-            | bit(5, Access::REMOTE_WRITE)
-            | bit(6, Access::COLLECTIVE);
-        let (start, len) = ((bits * 37) % 5000, 1 + bits * 8001 % 900_000);
-        let region = side.register(pages.part(start, len), access).expect("register");
-        let flags = side.verbs().flags(region.provider_region().expect("handle")).expect("flags");
-        assert_eq!(
-            flags.contains(AccessFlags::REMOTE_WRITE),
-            access.contains(Access::REMOTE_WRITE)
-        );
-        assert_eq!(flags.contains(AccessFlags::REMOTE_READ), access.contains(Access::REMOTE_READ));
-        assert_eq!(flags.contains(AccessFlags::LOCAL_WRITE), access.nic_writes());
-        region.close().map_err(|rejected| rejected.error).expect("close");
-    }
-    assert_eq!(side.domain.live().page_registrations, 0);
-    Ok(())
 }
 
 fn refused_rights_match_those_of_the_driver() -> Outcome {
@@ -419,25 +386,6 @@ fn registered_pages_survive_a_fork() -> Outcome {
         libc::close(hold[0]);
         libc::close(hold[1]);
         libc::waitpid(child, ptr::null_mut(), 0);
-    }
-    Ok(())
-}
-
-fn reused_address_reaches_the_new_bytes() -> Outcome {
-    let name = device()?;
-    let pair = Pair::new(&name);
-    let to = Pages::new(4096);
-    let target = pair.far.register(to.range(), REMOTE).expect("register");
-    let key = target.key().expect("key");
-    let pages = Pages::new(1 << 16);
-    for round in 0..5 {
-        pages.map_anew();
-        let bytes = pages.fill(round);
-        let source = pair.near.register(pages.range(), LOCAL).expect("register");
-        let local = segment(pages.part(0, 4096), source.desc().expect("desc"));
-        pair.near.write(local, remote(&key, 0, 4096)).expect("write");
-        assert_eq!(to.get(0, 4096), bytes[..4096], "round {round}");
-        source.close().map_err(|rejected| rejected.error).expect("close");
     }
     Ok(())
 }

@@ -507,10 +507,9 @@ pub(super) fn windows_have_their_own_rights(case: &Case) {
     let read_only = f.link.expose(f.memory.part(0, 64), read_only);
     let error = reads.0.bind(&read_only, 0, 64, Access::REMOTE_WRITE).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AccessDenied);
-    assert_eq!(
-        reads.0.bind(&f.region, 0, 8, Access::SEND).unwrap_err().kind(),
-        ErrorKind::BadAccess
-    );
+    let error = reads.0.bind(&f.region, 0, 8, Access::SEND).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BadAccess);
+    assert_eq!(error.context_value("rule"), Some("remote-rights-only"), "{error}");
     f.link.pull(&key, 0, 7).expect("a refused bind leaves the binding as it was");
 }
 
@@ -548,6 +547,7 @@ pub(super) fn window_outside_its_region_or_domain_is_refused(case: &Case) {
     let foreign = f.link.local(64, LOCAL);
     let error = one.bind(&foreign.region, 0, 8, REMOTE).expect_err("a region of another domain");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(error.context_value("rule"), Some("same-domain"), "{error}");
     let plain = f.link.expose(f.memory.range(), LOCAL | REMOTE);
     let error = one.bind(&plain, 0, 8, REMOTE).expect_err("a region without MW_BIND");
     assert_eq!(error.kind(), ErrorKind::AccessDenied);

@@ -10,7 +10,7 @@ use crate::looped::Looped;
 use crate::wire::{Gate, Misbehaviour, misbehave};
 use crate::{fake, wire};
 use hmem_core::{
-    Access, Address, AddressRange, Addressing, AuthKey, Domain, ErrorKind, GrantKind, Iova,
+    Access, Address, AddressRange, Addressing, AuthKey, Domain, Error, ErrorKind, GrantKind, Iova,
     Promise, Raw, RawKey, Region, RemoteKey, Result, Type2Bind, Type2Kind, Type2Window,
     provider::{
         CompletionQueue, EndpointAttr, ProviderDomain, Transport, WindowBind, WindowState,
@@ -694,14 +694,17 @@ fn provider_refuses_requests_for_the_other_window_type() {
     let post = |operation| {
         let request = WorkRequest { operation, local: &[], peer: endpoint.peer, context: 1 };
         // SAFETY: window operations name no local memory.
-        unsafe { endpoint.post(&request) }.expect_err("another type").kind()
+        unsafe { endpoint.post(&request) }.expect_err("another type")
     };
-    assert_eq!(post(Operation::InvalidateWindow { window: one }), ErrorKind::BadState);
+    let refused = |error: Error, rule| {
+        assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
+        assert_eq!(error.context_value("rule"), Some(rule), "{error}");
+    };
+    refused(post(Operation::InvalidateWindow { window: one }), "type-1-is-not-invalidated");
     let bind = WindowBind { region, offset, len, access, addressing };
-    let posted = Operation::BindWindow { window: one, bind, tag: 1 };
-    assert_eq!(post(posted), ErrorKind::BadState);
+    refused(post(Operation::BindWindow { window: one, bind, tag: 1 }), "bound-by-its-verb");
     let error = verbs.bind_window(two, &bind).expect_err("type 2 is bound by a request");
-    assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
+    refused(error, "bound-by-its-verb");
     let zero_based = WindowBind { addressing: Addressing::ZeroBased, ..bind };
     let error = verbs.bind_window(one, &zero_based).expect_err("type 1 has virtual addresses");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");

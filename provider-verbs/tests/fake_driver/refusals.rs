@@ -604,7 +604,9 @@ fn bind_beyond_region_or_rights_is_refused_before_the_driver() {
 
     let plain = open(VerbsOptions::empty());
     let region = buffer(&plain, Access::READ);
-    assert_eq!(kind(&plain, &region, (0, 8, read)), Err(ErrorKind::AccessDenied), "no MW_BIND");
+    let error = bind(&plain, &region, (0, 8, read)).expect_err("no MW_BIND");
+    assert_eq!(error.kind(), ErrorKind::AccessDenied);
+    assert!(format!("{error:#}").contains("MW_BIND"), "{error}");
 }
 
 /// VRB-02
