@@ -11,17 +11,12 @@ mod trials;
 #[path = "../../provider-libfabric/tests/watchdog/mod.rs"]
 mod watchdog;
 
-use std::{
-    collections::BTreeSet,
-    process::{Child, Output},
-    sync::mpsc,
-    time::Duration,
-};
+use std::{collections::BTreeSet, process::Output, time::Duration};
 
 use hmem::libfabric::sys::Functions;
 use hmem_process::{Server, document_of, hmem, is_as_documented, one_line, refused, schema, text};
 use hosts::{Host, Hosts};
-use relay::{From, Relay};
+use relay::Relay;
 use serde_json::{Value, json};
 use trials::{Outcome, Skipped, trials};
 
@@ -200,28 +195,11 @@ fn server_and_client_of_different_libfabric_providers_are_told_so() -> Outcome {
     Ok(())
 }
 
-/// Starts a client that transfers for minutes, and waits until transfers run.
-fn transferring(port: u16, op: &str) -> (Child, Relay) {
-    let (running, told) = mpsc::channel();
-    let relay = Relay::to(port, move |from, message| {
-        if from == From::Client && *message == json!("running") {
-            // The client repeats this message. The receiver may be gone after the first one.
-            let _ = running.send(());
-        }
-    });
-    let port = relay.port.to_string();
-    let to = ["127.0.0.1", "--port", &port, "--nic", TCP];
-    let long = ["--op", op, "--size", "4096", "--duration", "600"];
-    let client = hmem("perf", &[&to[..], &long].concat()).spawn().expect("the command starts");
-    told.recv().expect("the client says that it transfers");
-    (client, relay)
-}
-
 fn client_reports_a_server_killed_mid_transfer() -> Outcome {
     library()?;
     for op in ["write", "send"] {
         let server = Server::start(&["--nic", TCP]);
-        let (client, relay) = transferring(server.port, op);
+        let (client, relay) = Relay::transferring(server.port, TCP, op);
         // Dropping the handle kills the server.
         drop(server);
         let output = client.wait_with_output().expect("the process ends");
@@ -235,7 +213,7 @@ fn server_survives_a_client_killed_mid_transfer() -> Outcome {
     library()?;
     let mut server = Server::start(&["--nic", TCP, "--persistent"]);
     for op in ["write", "read", "send"] {
-        let (mut client, relay) = transferring(server.port, op);
+        let (mut client, relay) = Relay::transferring(server.port, TCP, op);
         client.kill().expect("the process is killed");
         client.wait().expect("the process ends");
         one_line(&server.next_line(), &["peer not reachable"]);

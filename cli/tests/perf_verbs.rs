@@ -7,8 +7,8 @@ mod relay;
 mod trials;
 
 use std::{
-    process::{Child, Command},
-    sync::{Arc, Mutex, MutexGuard, mpsc},
+    process::Command,
+    sync::{Arc, Mutex, MutexGuard},
 };
 
 use hmem::{Addressing, RemoteKey};
@@ -30,7 +30,6 @@ trials! {
     /// The handshake contains the queue pair and the remote key of a server that has exited.
     stale_handshake_is_refused_on_both_sides,
     unknown_device_is_refused_with_the_known_ones,
-    port_without_a_server_is_refused_with_the_remedy,
 }
 
 /// The RDMA device to test, with a lock. Tests run one at a time, since each counts the RDMA
@@ -158,31 +157,12 @@ fn persistent_server_serves_one_client_after_another() -> Outcome {
     Ok(())
 }
 
-/// Starts a client that transfers for minutes, and waits until transfers run.
-fn transferring(device: &Device, port: u16, op: &str) -> (Child, Relay) {
-    let (running, told) = mpsc::channel();
-    let relay = Relay::to(port, move |from, message| {
-        if from == From::Client && *message == json!("running") {
-            // The client repeats this message. The receiver may be gone after the first one.
-            let _ = running.send(());
-        }
-    });
-    let port = relay.port.to_string();
-    let to = ["127.0.0.1", "--port", &port, "--nic", &device.nic];
-    let client =
-        hmem("perf", &[&to[..], &["--op", op, "--size", "4096", "--duration", "600"]].concat())
-            .spawn()
-            .expect("the command starts");
-    told.recv().expect("the client says that it transfers");
-    (client, relay)
-}
-
 fn client_reports_a_server_killed_mid_transfer() -> Outcome {
     let device = device()?;
     let before = resources();
     for op in ["write", "send"] {
         let server = device.server(&[]);
-        let (client, relay) = transferring(&device, server.port, op);
+        let (client, relay) = Relay::transferring(server.port, &device.nic, op);
         // Dropping the handle kills the server.
         drop(server);
         let output = client.wait_with_output().expect("the process ends");
@@ -198,7 +178,7 @@ fn server_survives_a_client_killed_mid_transfer() -> Outcome {
     let mut server = device.server(&["--persistent"]);
     let before = resources();
     for op in ["write", "send"] {
-        let (mut client, relay) = transferring(&device, server.port, op);
+        let (mut client, relay) = Relay::transferring(server.port, &device.nic, op);
         client.kill().expect("the process is killed");
         client.wait().expect("the process ends");
         one_line(&server.next_line(), &["hung up"]);
@@ -313,18 +293,6 @@ fn unknown_device_is_refused_with_the_known_ones() -> Outcome {
         let output = perf(&[arguments, &["--nic", "verbs/nonsense"]].concat());
         refused(&output, 2, &["verbs/nonsense", "--nic takes", &device.nic]);
     }
-    assert_eq!(resources(), before);
-    Ok(())
-}
-
-fn port_without_a_server_is_refused_with_the_remedy() -> Outcome {
-    let device = device()?;
-    let before = resources();
-    let port = std::net::TcpListener::bind("127.0.0.1:0")
-        .and_then(|listener| listener.local_addr())
-        .expect("a port")
-        .port();
-    refused(&device.client(port, &[]), 1, &["connect", "--server"]);
     assert_eq!(resources(), before);
     Ok(())
 }

@@ -4,11 +4,14 @@
 use std::{
     io::{self, Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
-    sync::{Arc, Mutex},
+    process::Child,
+    sync::{Arc, Mutex, mpsc},
     thread::{self, JoinHandle},
 };
 
-use serde_json::Value;
+use serde_json::{Value, json};
+
+use crate::hmem_process::hmem;
 
 /// The sender of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +45,24 @@ impl Relay {
             there.join().expect("no panic");
         });
         Self { port: own, thread }
+    }
+
+    /// Starts a client of the server at `port` that transfers for minutes, and waits until
+    /// transfers run.
+    pub(crate) fn transferring(port: u16, nic: &str, op: &str) -> (Child, Self) {
+        let (running, told) = mpsc::channel();
+        let relay = Self::to(port, move |from, message| {
+            if from == From::Client && *message == json!("running") {
+                // The client repeats this message. The receiver may be gone after the first one.
+                let _ = running.send(());
+            }
+        });
+        let port = relay.port.to_string();
+        let to = ["127.0.0.1", "--port", &port, "--nic", nic];
+        let long = ["--op", op, "--size", "4096", "--duration", "600"];
+        let client = hmem("perf", &[&to[..], &long].concat()).spawn().expect("the command starts");
+        told.recv().expect("the client says that it transfers");
+        (client, relay)
     }
 
     /// Waits until both sides have closed the connection.
