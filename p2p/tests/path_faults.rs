@@ -38,57 +38,39 @@ struct PathSetup {
     reachable: bool,
 }
 
+const DMA_BUF: PathSetup = PathSetup {
+    path: Path::DmaBuf,
+    kind: AllocationKind::Device,
+    imports: ALL_IMPORTS,
+    policy: P2pPolicy::Enabled,
+    reachable: true,
+};
+
+const PEER_MEMORY: PathSetup = PathSetup {
+    path: Path::PeerMemory,
+    imports: Imports { dma_buf: false, ..ALL_IMPORTS },
+    policy: P2pPolicy::Preferred,
+    ..DMA_BUF
+};
+
 const SETUPS: [PathSetup; 7] = [
+    PathSetup { path: Path::PlainHost, kind: AllocationKind::Managed, ..DMA_BUF },
+    DMA_BUF,
     PathSetup {
-        path: Path::PlainHost,
-        kind: AllocationKind::Managed,
-        imports: ALL_IMPORTS,
-        policy: P2pPolicy::Enabled,
-        reachable: true,
-    },
-    PathSetup {
-        path: Path::DmaBuf,
-        kind: AllocationKind::Device,
-        imports: ALL_IMPORTS,
-        policy: P2pPolicy::Enabled,
-        reachable: true,
-    },
-    PathSetup {
-        path: Path::DmaBuf,
         kind: AllocationKind::Virtual,
         imports: Imports { peer_memory: false, staged: false, ..ALL_IMPORTS },
         policy: P2pPolicy::Required,
-        reachable: true,
+        ..DMA_BUF
     },
+    PEER_MEMORY,
     PathSetup {
-        path: Path::PeerMemory,
-        kind: AllocationKind::Device,
-        imports: Imports { dma_buf: false, ..ALL_IMPORTS },
-        policy: P2pPolicy::Preferred,
-        reachable: true,
-    },
-    PathSetup {
-        path: Path::PeerMemory,
-        kind: AllocationKind::Device,
-        imports: Imports { dma_buf: false, staged: false, ..ALL_IMPORTS },
+        imports: Imports { staged: false, ..PEER_MEMORY.imports },
         policy: P2pPolicy::Required,
-        reachable: true,
+        ..PEER_MEMORY
     },
-    PathSetup {
-        path: Path::Staged,
-        kind: AllocationKind::Device,
-        imports: ALL_IMPORTS,
-        policy: P2pPolicy::Disabled,
-        reachable: true,
-    },
+    PathSetup { path: Path::Staged, policy: P2pPolicy::Disabled, ..DMA_BUF },
     // Every direct path is refused, and a probe runs.
-    PathSetup {
-        path: Path::Staged,
-        kind: AllocationKind::Device,
-        imports: ALL_IMPORTS,
-        policy: P2pPolicy::Enabled,
-        reachable: false,
-    },
+    PathSetup { path: Path::Staged, reachable: false, ..DMA_BUF },
 ];
 
 impl PathSetup {

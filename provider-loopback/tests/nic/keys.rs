@@ -14,19 +14,6 @@ use hmem_core::{
 };
 use hmem_provider_loopback::{Loopback, Progress};
 
-/// A pseudo-random number generator. Its fixed seed makes every test run the same.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-}
-
 /// Writes to the peer with each key, and checks that the NIC refuses every write. Returns the
 /// number of keys.
 fn all_refused(pair: &Pair, keys: impl Iterator<Item = u64>) -> usize {
@@ -61,12 +48,11 @@ fn forged_keys_are_refused() {
             })
             .collect();
         let keys: HashSet<u64> = regions.iter().map(|region| region.key).collect();
-        let mut random = Random(1);
         // Live keys with one bit changed, tokens and descriptors of live regions, small numbers,
         // and random numbers.
         let near = regions.iter().flat_map(|region| (0..64).map(move |bit| region.key ^ 1 << bit));
         let inner = regions.iter().flat_map(|region| [region.token, region.local.to_provider()]);
-        let noise = (0..500_000).map(|_| random.next());
+        let noise = noise(1).take(500_000);
         let forged =
             near.chain(inner).chain(0..10_000).chain(noise).filter(|key| !keys.contains(key));
         let forged: Vec<u64> = if mode.is_empty() {

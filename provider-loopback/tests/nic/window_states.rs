@@ -267,16 +267,6 @@ fn random_sequences_of_eight_to_forty_operations_follow_the_oracle() {
     }
 }
 
-/// Returns pseudo-random numbers to try as keys. Equal seeds give equal numbers.
-fn noise(seed: u64) -> impl Iterator<Item = u64> {
-    let mut state = seed;
-    std::iter::repeat_with(move || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb)
-    })
-}
-
 /// The number of forged 8-byte keys that the tests try (KEY-07).
 const MANY: usize = 1_000_000;
 

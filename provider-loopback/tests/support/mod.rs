@@ -19,6 +19,16 @@ use hmem_core::{
 };
 use hmem_provider_loopback::{Loopback, RemapPolicy};
 
+/// Returns pseudo-random numbers to try as keys. Equal seeds give equal numbers.
+pub(crate) fn noise(seed: u64) -> impl Iterator<Item = u64> {
+    let mut state = seed;
+    std::iter::repeat_with(move || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb)
+    })
+}
+
 /// Returns every right except COLLECTIVE.
 pub(crate) fn all_rights() -> Access {
     Access::all().difference(Access::COLLECTIVE)
