@@ -149,9 +149,16 @@ pub(super) fn second_free_is_refused(iface: &Arc<dyn Iface>) -> Outcome {
     for buffer in buffers(iface)? {
         let freed = *buffer.allocation();
         drop(buffer);
-        // SAFETY: nothing uses the memory, which is no longer allocated.
-        let error = unsafe { iface.free(&freed) }.expect_err("the allocation was freed already");
-        assert_kind(&error, ErrorKind::InvalidArgument, "a second free");
+        let free_again = || {
+            // SAFETY: nothing uses the memory, which is no longer allocated.
+            let error =
+                unsafe { iface.free(&freed) }.expect_err("the allocation was freed already");
+            assert_kind(&error, ErrorKind::InvalidArgument, "a second free");
+        };
+        free_again();
+        // New allocations may reuse the address.
+        let _others = buffers(iface)?;
+        free_again();
     }
     Ok(())
 }

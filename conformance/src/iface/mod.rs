@@ -50,7 +50,8 @@ behaviours! {
     address_span_holds_every_allocation,
     /// Requirement HM-01: a query of freed memory does not return the freed allocation.
     freed_memory_is_no_longer_claimed,
-    /// Requirement MR-18: a second free of one allocation fails with InvalidArgument.
+    /// Requirement MR-18: a second free of one allocation fails with InvalidArgument, even if the
+    /// address was allocated again.
     second_free_is_refused,
     /// Requirement HM-15: a free releases the memory and its addresses, so that more memory than
     /// the device has can be allocated and freed in turn.
