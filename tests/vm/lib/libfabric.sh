@@ -26,7 +26,7 @@ place_libfabric() {
 place_libfabric_tests() {
     local release name
     for release in "${libfabric_releases[@]}"; do
-        [[ $2 != conformance || $release == 1.17 ]] || continue
+        [[ $2 != libfabric_conformance || $release == 1.17 ]] || continue
         name=libfabric-$release-$2
         place "$1" "$guest_root/tests/$name"
         { ((${#test_arguments[@]} == 0)) || printf '%s\n' "${test_arguments[@]}"; } \

@@ -6,7 +6,7 @@ mark="@@hmem-vm-$$-$RANDOM@@"
 cargo_folder=${CARGO_TARGET_DIR:-$repository/target}
 
 # Prints one line of arguments to `cargo test` (`cargo bench` with --bench) for each set of
-# binaries. The lines with --workspace and --package run as on a machine without RDMA devices.
+# binaries. With the options --workspace and --package they run as on a machine without RDMA devices.
 suite() {
     if [[ $chosen_packages ]]; then
         echo "$chosen_packages"
@@ -25,22 +25,23 @@ suite() {
         return
     fi
     if [[ $libfabric ]]; then
-        echo "--package hmem-provider-libfabric --test conformance --test endpoints"
+        echo "--package hmem-provider-libfabric --test libfabric_conformance --test endpoints"
         return
     fi
     [[ ! $dma_buf ]] || echo "--package hmem --test soak"
     ((soak == 0)) || return 0
     echo "--manifest-path tests/vm/smoke/Cargo.toml${dma_buf:+ --features dma-buf}"
     [[ ! $sideway ]] || echo "--manifest-path tests/vm/sideway/Cargo.toml"
-    # Real memory with a genuine exporter (/dev/udmabuf).
-    echo "--package hmem-iface-system --test system"
-    echo "--package hmem-provider-verbs --test *"
-    echo "--package hmem --test cache_stale"
-    echo "--package hmem --test conformance"
-    echo "--package hmem --test vendor_dma_bufs"
-    [[ ! $c ]] || echo "--package hmem-c --test *_verbs"
-    # These run the `hmem` command, which is built with them.
-    echo "--package hmem-cli --test *_verbs"
+    # One selection, so that nothing is built again. `system` has real memory with a genuine exporter
+    # (/dev/udmabuf), and `command_verbs` and `perf_verbs` run the `hmem` command, which is built with
+    # them.
+    local file tests=(system cache_stale conformance vendor_dma_bufs command_verbs perf_verbs)
+    for file in "$repository"/provider-verbs/tests/{*.rs,*/main.rs}; do
+        file=${file%/main.rs}
+        tests+=("$(basename "$file" .rs)")
+    done
+    [[ ! $c ]] || tests+=(domain_verbs)
+    echo "--workspace ${tests[*]/#/--test=}"
 }
 
 # Builds the tests. Sets test_binaries, one line `RDMA<tab>FOLDER OF THE PACKAGE<tab>BINARY` each,
