@@ -140,9 +140,13 @@ mod mapped {
             ((ptr::from_ref(value).addr() - self.base.addr().get()) / size_of::<T>()) as u32
         }
 
-        /// Lets the kernel reclaim the pages of the value with this index. The value must fill
-        /// whole pages, and all its bytes must be zero.
+        /// Lets the kernel reclaim the pages of the value with this index, whose bytes must all be
+        /// zero. Does nothing if the value does not fill whole pages, because a page may then hold
+        /// other values too.
         pub(in crate::cache) fn release_pages(&self, index: u32) {
+            if !size_of::<T>().is_multiple_of(page_size()) {
+                return;
+            }
             let place = self.base.as_ptr().wrapping_add(index as usize).cast();
             // SAFETY: the pages belong to the arena, and read as zeroes before and after.
             if let Err(errno) = unsafe { madvise(place, size_of::<T>(), Advice::LinuxDontNeed) } {
@@ -167,6 +171,37 @@ mod mapped {
     impl<T> fmt::Debug for Arena<T> {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             f.debug_struct("Arena").field("usable", &self.usable).finish_non_exhaustive()
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    /// A value of 512 bytes, an eighth of the smallest page.
+    struct Small([AtomicU64; 64]);
+
+    // SAFETY: atomics of zero bytes are 0 and need no drop.
+    unsafe impl Zeroed for Small {}
+
+    #[test]
+    fn release_of_a_value_smaller_than_a_page_keeps_its_neighbours() {
+        const LAST: u32 = 255;
+        let arena = Arena::<Small>::reserve(LAST as usize).expect("addresses");
+        assert!(arena.ensure(LAST));
+        let first = |index| &arena.at(index).0[0];
+        for index in 1..=LAST {
+            first(index).store(u64::from(index), Ordering::Relaxed);
+        }
+        for index in 1..=LAST {
+            first(index).store(0, Ordering::Relaxed);
+            arena.release_pages(index);
+            for live in index + 1..=LAST {
+                assert_eq!(first(live).load(Ordering::Relaxed), u64::from(live), "after {index}");
+            }
         }
     }
 }
