@@ -233,11 +233,12 @@ impl<S: CacheBackend> CacheCore<S> {
             Ok(watch) => guard.watch.insert(watch),
             Err(why) => {
                 std::mem::forget(guard);
-                self.fail_registration(index, slot, None);
                 if merged {
+                    self.mark_failed(index);
                     drop(callbacks);
                     return self.register_unmerged(invalidator, slot, (own, owner), &why);
                 }
+                self.fail_registration(index, slot, None);
                 let region = self.register_in_backend(key, owner, None, &mut callbacks);
                 self.recount_registration(region.is_ok());
                 let reason = UncachedReason::Unwatched(why);
@@ -253,7 +254,7 @@ impl<S: CacheBackend> CacheCore<S> {
                 self.backend.unwatch(watch);
                 std::mem::forget(guard);
                 if merged {
-                    self.fail_registration(index, slot, None);
+                    self.mark_failed(index);
                     drop(callbacks);
                     return self.register_unmerged(invalidator, slot, (own, owner), &error);
                 }
@@ -271,7 +272,11 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Registers only the range `own` after a merged registration failed. The failure may be due to
-    /// adjacent memory, which the caller did not ask for. The lease slot `slot` must be free.
+    /// adjacent memory, which the caller did not ask for.
+    ///
+    /// `slot` must still hold the lease of the failed entry. Code that this thread runs for the
+    /// application meanwhile (a callback, or the drop of a memory's owner) may look up. The lease
+    /// keeps such a lookup from taking the slot.
     #[cold]
     #[inline(never)]
     fn register_unmerged<'c>(
@@ -283,6 +288,9 @@ impl<S: CacheBackend> CacheCore<S> {
     ) -> Result<Lease<'c, S>> {
         tracing::debug!(%why, range = %own.range(), "a merged registration failed: not merging");
         let mut locked = self.state.lock();
+        // From here until the next lease is published, this thread runs no code of the application.
+        slot.entry.store(0, Ordering::Release);
+        self.waker.wake();
         // This undoes the count of the failed registration: the lookup is counted by its final
         // outcome.
         locked.misses.registrations -= 1;
@@ -325,16 +333,21 @@ impl<S: CacheBackend> CacheCore<S> {
             self.state.lock().misses.failures.insert(index, error);
             self.recount_registration(false);
         }
-        if self.index.entries.at(index).mark_invalidated(|_| true) {
-            self.push_invalidated(index);
-        }
-        self.end_registration(index, state::FAILED);
+        self.mark_failed(index);
         slot.entry.store(0, Ordering::Release);
         let mut detached = DetachedRegions::new();
         let mut locked = self.state.lock();
         self.detach_invalidated(&mut locked, &mut detached);
         drop(locked);
         self.deregister(&mut detached, &mut PendingCallbacks::new());
+    }
+
+    /// Ends a registration that produced no region, but keeps the lease of the entry.
+    fn mark_failed(&self, index: u32) {
+        if self.index.entries.at(index).mark_invalidated(|_| true) {
+            self.push_invalidated(index);
+        }
+        self.end_registration(index, state::FAILED);
     }
 
     /// Corrects the statistics of a miss that was counted as a registration. Counts the miss as an

@@ -1,11 +1,13 @@
 //! Tests that the cache merges registrations of adjacent memory.
 
-use std::sync::atomic::Ordering;
+use std::sync::{Arc, atomic::Ordering};
 
 use hmem_core::{
     Access, AllocationId, DeviceId, ErrorKind, IfaceKind,
     cache::{CacheBackend, Key, Limits, UncachedReason},
 };
+
+use parking_lot::Mutex;
 
 use crate::support::*;
 
@@ -116,6 +118,8 @@ fn merge_with_unregistrable_neighbour_registers_own_range() {
     assert_eq!((lease.key, lease.is_invalidated()), (key(PAGE, PAGE), false));
     assert!(lease.uncached_reason().is_none(), "{lease:?}");
     assert_eq!(cache.get_or_register(&key(PAGE, PAGE)).unwrap().id, lease.id);
+    // The worker may not have freed the entry of the failed merge yet.
+    cache.reclaim();
     let now = cache.statistics();
     assert_eq!((now.lookups, now.hits, now.registrations, now.failures), (3, 1, 2, 0));
     assert_eq!((now.entries, now.pending_reclaim, records.live()), (1, 0, 1));
@@ -222,4 +226,47 @@ fn merging_is_off_by_default_and_respects_the_limits() {
         joining.get_or_register(&key(longest, PAGE)).unwrap().key.range(),
         range(longest, PAGE)
     );
+}
+
+/// CACHE-14
+///
+/// The callback runs on the thread of the miss, between the failed merged registration and the
+/// registration of the caller's own range.
+#[test]
+fn lookup_in_a_callback_of_a_failed_merge_keeps_its_lease() {
+    for unwatchable in [false, true] {
+        let (cache, records) = cache(MERGING);
+        let cache = Arc::new(cache);
+        let other = key(100 * PAGE, PAGE);
+        cache.get_or_register(&other).unwrap();
+        cache.get_or_register(&key(0, PAGE)).unwrap();
+        *if unwatchable { &records.blind } else { &records.bad }.lock() = Some(key(0, PAGE));
+        let taken = Arc::new(Mutex::new(None));
+        let callback = {
+            let (cache, taken) = (Arc::downgrade(&cache), Arc::clone(&taken));
+            move || {
+                let found = cache.upgrade().unwrap().find_owned(&other);
+                *taken.lock() = found;
+            }
+        };
+        // The callback waits for the failed entry, or for the deregistration of a merged one.
+        let (gate, waits_for) = match unwatchable {
+            false => (&records.registering, range(0, 4 * PAGE)),
+            true => (&records.deregistering, range(200 * PAGE, PAGE)),
+        };
+        let weak = Arc::downgrade(&cache);
+        *gate.meanwhile.lock() = Some(Box::new(move || {
+            weak.upgrade().unwrap().invalidate_with_callback(waits_for, callback);
+        }));
+        let own = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
+        assert_eq!(own.key, key(PAGE, PAGE));
+        until(|| taken.lock().is_some());
+        cache.evict_idle();
+        let taken = taken.lock().take().unwrap();
+        assert!(records.registered.lock().contains_key(&taken.id), "evicted during a lease");
+        assert_eq!(cache.statistics().leases, 2);
+        drop((own, taken));
+        cache.try_clear().unwrap();
+        assert_empty(&records);
+    }
 }
