@@ -37,6 +37,8 @@ trials! {
     reallocated_device_memory_is_never_a_hit,
     /// CACHE-02
     each_allocation_and_device_has_its_own_cache_entry,
+    /// CACHE-02
+    lookup_that_names_an_iface_finds_no_region_of_another,
     /// CACHE-01
     lookup_handle_hits_cached_ranges_and_registers_others,
     /// MON-09
@@ -319,6 +321,50 @@ fn each_allocation_and_device_has_its_own_cache_entry() {
     cache.evict_idle();
     cache.reclaim();
     assert_eq!(net.target.live().regions, 0);
+}
+
+/// Device memory replaces host memory whose end no monitor reports.
+fn lookup_that_names_an_iface_finds_no_region_of_another() {
+    let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
+    let device = simulated(FreeDetection::Callback);
+    let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
+    let hmem = builder
+        .shared_iface(Arc::clone(&device) as _)
+        .provider(loopback())
+        .build()
+        .expect("started");
+    let net = Net::open(&hmem, CacheAttr::default());
+    let cache = net.target.cache().expect("a cache");
+    let request =
+        AllocRequest { len: page_size() as u64, device: DeviceId(1), kind: AllocationKind::Device };
+    let allocate = || DeviceBuffer::allocate(&iface, &request).expect("device memory");
+    let freed = allocate();
+    let at = freed.allocation().range;
+    drop(freed);
+    // The device maps its next allocation over this host page.
+    let place = at.start().0 as usize;
+    assert_eq!(map(Some(place), page_size()), place);
+    // SAFETY: the memory is the test's own, and nothing refers into it.
+    let memory = unsafe { raw(at) };
+    let host = cache.get(memory, REMOTE).expect("registered");
+    assert!(host.lease().uncached_reason().is_none(), "{:?}", host.lease());
+    assert_eq!(host.iface().expect("registered"), (IfaceKind::SYSTEM, None));
+    drop(host);
+    let buffer = allocate();
+    assert_eq!(buffer.allocation().range, at, "the address did not come back");
+    // A lookup that names no owner still finds the stale region.
+    let stale = cache.find_owned(at, REMOTE).expect("a key").expect("a stale hit");
+    assert_eq!(stale.iface().expect("registered"), (IfaceKind::SYSTEM, None));
+    drop(stale);
+    for hits in 1..3 {
+        let owned = cache.get_owned_of(memory, REMOTE, SIMULATED, None).expect("registered");
+        assert_eq!(owned.iface().expect("registered"), (SIMULATED, Some(DeviceId(1))));
+        assert_eq!(cache.statistics().hits, hits);
+    }
+    let borrowed = cache.get_of(memory, REMOTE, SIMULATED, None).expect("registered");
+    assert_eq!(borrowed.iface().expect("registered"), (SIMULATED, Some(DeviceId(1))));
+    assert_eq!((cache.statistics().hits, cache.statistics().registrations), (3, 2));
 }
 
 fn lookup_handle_hits_cached_ranges_and_registers_others() {

@@ -221,28 +221,37 @@ impl RegionCache {
         iface: IfaceKind,
         device: Option<DeviceId>,
     ) -> Result<CachedRegion<'_>> {
-        self.find_of(memory, access, iface, device).map_err(|error| error.of_call("get_of"))
+        let find = |key: &Key| self.cache.find(key);
+        let register = |key: &Key, owner: &AddressOwner| self.cache.register(key, owner);
+        let claim = Claim::named(iface, device);
+        let lease = self.claimed_lease((memory, access), claim, find, register, |lease| lease)?;
+        Ok(CachedRegion { lease, range: *memory.at() })
     }
 
-    fn find_of(
+    /// Checks that the memory has the owner that `claim` names, and returns a lease of a region of
+    /// that owner. `find` looks up a key. The other parameters and the `L` are those of
+    /// [`RegionCache::register_grown`].
+    fn claimed_lease<L>(
         &self,
-        memory: Raw,
-        access: Access,
-        iface: IfaceKind,
-        device: Option<DeviceId>,
-    ) -> Result<CachedRegion<'_>> {
+        (memory, access): (Raw, Access),
+        claim: Claim,
+        find: impl Fn(&Key) -> Option<L>,
+        register: impl Fn(&Key, &AddressOwner) -> Result<L>,
+        lease_of: impl for<'l> Fn(&'l L) -> &'l Lease<'l, Registrations>,
+    ) -> Result<L> {
         let range = *memory.at();
         let registry = &self.cache.backend().domain.registry;
-        let owner = self.owner_of(range)?;
-        Claim::named(iface, device).check(registry, "get_of", range, &owner)?;
-        if let Some(lease) = self.cache.find(&key_of(range, access, &owner)?) {
-            return Ok(CachedRegion { lease, range });
-        }
-        let around = Around::of(memory.promise());
-        let register = |key: &Key, owner: &AddressOwner| self.cache.register(key, owner);
-        let lease =
-            self.register_grown((range, access), &owner, around, register, |lease| lease)?;
-        Ok(CachedRegion { lease, range })
+        let lease = || {
+            let owner = self.owner_of(range)?;
+            claim.check(registry, "get_of", range, &owner)?;
+            // A key of any owner could find a stale region of other memory at this address.
+            if let Some(lease) = find(&key_of(range, access, &owner)?) {
+                return Ok(lease);
+            }
+            let around = Around::of(memory.promise());
+            self.register_grown((range, access), &owner, around, register, lease_of)
+        };
+        lease().map_err(|error: Error| error.of_call("get_of"))
     }
 
     #[cold]
@@ -389,13 +398,12 @@ impl RegionCache {
         iface: IfaceKind,
         device: Option<DeviceId>,
     ) -> Result<OwnedCachedRegion> {
-        let range = *memory.at();
-        let registry = &self.cache.backend().domain.registry;
-        let claimed = self
-            .owner_of(range)
-            .and_then(|owner| Claim::named(iface, device).check(registry, "get_of", range, &owner));
-        claimed.map_err(|error| error.of_call("get_of"))?;
-        self.get_owned(memory, access)
+        let find = |key: &Key| self.cache.find_owned(key);
+        let register = |key: &Key, owner: &AddressOwner| self.cache.register_owned(key, owner);
+        let claim = Claim::named(iface, device);
+        let lease =
+            self.claimed_lease((memory, access), claim, find, register, OwnedLease::lease)?;
+        Ok(OwnedCachedRegion { lease, range: *memory.at() })
     }
 
     /// Returns a cached region like [`RegionCache::get_owned`], but registers nothing and never
