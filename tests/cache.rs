@@ -39,6 +39,8 @@ trials! {
     each_allocation_and_device_has_its_own_cache_entry,
     /// CACHE-02
     lookup_that_names_an_iface_finds_no_region_of_another,
+    /// CACHE-03
+    refused_subscription_evicts_an_idle_region,
     /// CACHE-01
     lookup_handle_hits_cached_ranges_and_registers_others,
     /// MON-09
@@ -365,6 +367,48 @@ fn lookup_that_names_an_iface_finds_no_region_of_another() {
     let borrowed = cache.get_of(memory, REMOTE, SIMULATED, None).expect("registered");
     assert_eq!(borrowed.iface().expect("registered"), (SIMULATED, Some(DeviceId(1))));
     assert_eq!((cache.statistics().hits, cache.statistics().registrations), (3, 2));
+}
+
+/// Callbacks of an imported monitor that watches one range at a time.
+#[derive(Debug, Default)]
+struct OneRange(Silent);
+
+impl ImportCallbacks for OneRange {
+    fn subscribe(&self, range: AddressRange) -> Result<()> {
+        if !self.0.0.lock().unwrap().is_empty() {
+            return Err(hmem::Error::new(ErrorKind::OutOfResources, "subscribe"));
+        }
+        self.0.subscribe(range)
+    }
+
+    fn unsubscribe(&self, range: AddressRange) {
+        self.0.unsubscribe(range);
+    }
+}
+
+fn refused_subscription_evicts_an_idle_region() {
+    let monitor = ImportMonitor::new(Arc::new(OneRange::default())).expect("a monitor");
+    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
+    let hmem = builder.provider(loopback()).build().expect("the ifaces start");
+    let net = Net::open(&hmem, CacheAttr::default());
+    let cache = net.target.cache().expect("a cache");
+    let pages = map(None, 2 * page_size());
+    let get = |page| {
+        // SAFETY: the memory is the test's own, and nothing refers into it.
+        let memory = unsafe { raw(range(pages + page * page_size(), page_size())) };
+        cache.get(memory, REMOTE).expect("registered")
+    };
+    drop(get(0));
+    let second = get(1);
+    assert!(second.lease().uncached_reason().is_none(), "{:?}", second.lease());
+    assert_eq!((net.target.live().regions, cache.statistics().evictions), (1, 1));
+    // A region in use is not evicted.
+    let first = get(0);
+    let reason = first.lease().uncached_reason();
+    assert!(matches!(reason, Some(UncachedReason::Unwatched(_))), "{reason:?}");
+    drop((first, second));
+    cache.evict_idle();
+    unmap(pages, 2 * page_size());
 }
 
 fn lookup_handle_hits_cached_ranges_and_registers_others() {

@@ -33,9 +33,10 @@ pub trait CacheBackend: Send + Sync + 'static {
     /// memory of a new entry. An invalidation during the call already applies to the new entry.
     ///
     /// # Errors
-    /// The reason why no monitor can watch the memory. The cache then registers the memory
-    /// uncached. If the key is a merged one, the cache first tries to watch and cache the caller's
-    /// own range.
+    /// The reason why no monitor can watch the memory. On `OutOfResources` the cache evicts and
+    /// calls this method once more, as for [`CacheBackend::register`]. If the memory can still not
+    /// be watched, the cache registers it uncached. If the key is a merged one, the cache first
+    /// tries to watch and cache the caller's own range.
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Self::Watch>;
 
     /// Stops watching a registration's memory. The cache calls this once for each watch: after it

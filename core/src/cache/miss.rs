@@ -227,7 +227,9 @@ impl<S: CacheBackend> CacheCore<S> {
         if let Some(cause) = self.active_invalidations.overlapping(key.start, key.last) {
             self.mark_invalidated(index, cause);
         }
-        let watch = self.backend.watch(key, invalidator);
+        let watch_memory = || self.backend.watch(key, invalidator);
+        let watch = watch_memory()
+            .or_else(|error| self.retry_after_eviction(error, &mut callbacks, watch_memory));
         drop(kept);
         let watch = match watch {
             Ok(watch) => guard.watch.insert(watch),
@@ -398,25 +400,25 @@ impl<S: CacheBackend> CacheCore<S> {
         watch: Option<&S::Watch>,
         callbacks: &mut PendingCallbacks,
     ) -> Result<S::Region> {
-        self.backend
-            .register(key, owner, watch)
-            .or_else(|error| self.retry_registration((key, owner), watch, error, callbacks))
+        let register = || self.backend.register(key, owner, watch);
+        register().or_else(|error| self.retry_after_eviction(error, callbacks, register))
     }
 
+    /// Repeats a call of the backend that failed with `error`, as
+    /// [`CacheCore::register_in_backend`] describes. Otherwise returns the error.
     #[cold]
     #[inline(never)]
-    fn retry_registration(
+    fn retry_after_eviction<T>(
         &self,
-        (key, owner): (&Key, &S::Owner),
-        watch: Option<&S::Watch>,
         error: Error,
         callbacks: &mut PendingCallbacks,
-    ) -> Result<S::Region> {
+        call: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
         if error.kind() != ErrorKind::OutOfResources || !self.evict_all_idle(callbacks) {
             return Err(error);
         }
-        tracing::debug!(%error, "evicted idle cached regions; registering once more");
-        self.backend.register(key, owner, watch)
+        tracing::debug!(%error, "evicted idle cached regions; trying once more");
+        call()
     }
 
     /// Creates an entry for the key and inserts it into the table. If `merge` is true, the entry

@@ -1,11 +1,6 @@
 //! The registration cache of a domain.
 
-use std::{
-    collections::HashMap,
-    fmt,
-    ops::Deref,
-    sync::{Arc, OnceLock, Weak},
-};
+use std::{collections::HashMap, fmt, ops::Deref, sync::Arc};
 
 use parking_lot::Mutex;
 
@@ -30,7 +25,7 @@ use crate::{
         Cache, CacheBackend, CacheStatistics, CachedEntryInfo, Key, Lease, LookupHandle,
         OwnedLease, UncachedReason,
     },
-    monitor::{Invalidator, Monitor, MonitorDescription, Subscription},
+    monitor::{Invalidator, Monitor, MonitorDescription},
     path::Path,
     registry::AddressOwner,
 };
@@ -151,10 +146,8 @@ impl RegionCache {
             ungrowable: Mutex::default(),
             held: Arc::default(),
             monitors: Monitors::default(),
-            cache: OnceLock::new(),
         };
         let cache = Arc::new(Cache::new(registrations, limits)?);
-        cache.backend().cache.get_or_init(|| Arc::downgrade(&cache));
         if let Some(revocations) = domain.provider.revocations() {
             revocations.listen(Arc::downgrade(cache.invalidator()));
         }
@@ -580,9 +573,6 @@ pub struct Registrations {
     /// which remove a dropped buffer after its regions are deregistered.
     held: Arc<HeldBuffers>,
     monitors: Monitors,
-    /// The cache that uses this backend, set right after the cache is created. The reference is
-    /// weak, because the cache owns the backend.
-    cache: OnceLock<Weak<Cache<Self>>>,
 }
 
 impl Registrations {
@@ -650,24 +640,6 @@ impl Registrations {
         let passes = may_pass || bound.1.is_none();
         ungrowable.insert(bound, passes.then_some(MISSES_UNTIL_RETRY));
     }
-
-    /// Subscribes to the monitor. After OutOfResources, evicts the idle entries and retries once.
-    fn subscribe(
-        &self,
-        monitor: &Arc<dyn Monitor>,
-        range: AddressRange,
-        invalidator: &Arc<dyn Invalidator>,
-    ) -> Result<Subscription> {
-        let subscribe = || monitor.subscribe(range, Arc::clone(invalidator));
-        subscribe().or_else(|error| {
-            let cache = self.cache.get().and_then(Weak::upgrade);
-            let out_of_room = error.kind() == ErrorKind::OutOfResources;
-            let Some(cache) = cache.filter(|_| out_of_room) else { return Err(error) };
-            tracing::debug!(%error, "cannot subscribe: evicting idle regions");
-            cache.evict_idle();
-            subscribe()
-        })
-    }
 }
 
 impl CacheBackend for Registrations {
@@ -676,8 +648,14 @@ impl CacheBackend for Registrations {
     type Owner = AddressOwner;
 
     fn watch(&self, key: &Key, invalidator: &Arc<dyn Invalidator>) -> Result<Watch> {
-        let monitor = self.monitor(key.iface())?;
-        let subscription = self.subscribe(&monitor, key.range(), invalidator)?;
+        // The cache evicts on OutOfResources, which does not help a monitor that did not start.
+        let monitor = self.monitor(key.iface()).map_err(|error| match error.kind() {
+            ErrorKind::OutOfResources => Error::new(ErrorKind::Unavailable, "cache monitor")
+                .iface(self.domain.registry.name_of(key.iface()))
+                .caused_by(error),
+            _ => error,
+        })?;
+        let subscription = monitor.subscribe(key.range(), Arc::clone(invalidator))?;
         let memory = (key.iface(), key.range());
         Watch::confirm(&self.domain, (monitor, subscription), memory, key.allocation())
     }

@@ -1,11 +1,15 @@
 //! Tests of a cache's limits, and of eviction.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
 
 use hmem_core::{
     ErrorKind,
     cache::{Limits, UncachedReason},
 };
+use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use crate::support::*;
@@ -104,6 +108,40 @@ fn evicting_the_last_entry_unwatches_after_the_next_watch() {
     records.fail_next(ErrorKind::BadAddress);
     cache.get_or_register(&key(4096, 4096)).unwrap_err();
     assert_eq!(records.unwatched.load(Ordering::SeqCst), 2);
+    assert_empty(&records);
+}
+
+/// CACHE-03
+///
+/// The callback looks up the very range that is being registered when the eviction ends. It must
+/// run after that registration, because it would wait for it otherwise.
+#[test]
+fn refused_watch_evicts_idle_entries_and_runs_callbacks_after_the_registration() {
+    let (cache, records) = cache(Limits::default());
+    let cache = Arc::new(cache);
+    records.watch_room.store(1, Ordering::SeqCst);
+    drop(cache.get_or_register(&key(0, PAGE)).unwrap());
+    let found = Arc::new(Mutex::new(None));
+    let callback = {
+        let (cache, found) = (Arc::downgrade(&cache), Arc::clone(&found));
+        move || {
+            *found.lock() =
+                Some(cache.upgrade().unwrap().get_or_register(&key(PAGE, PAGE)).unwrap().id)
+        }
+    };
+    let weak = Arc::downgrade(&cache);
+    *records.deregistering.meanwhile.lock() = Some(Box::new(move || {
+        weak.upgrade().unwrap().invalidate_with_callback(range(100 * PAGE, PAGE), callback);
+    }));
+    let lease = cache.get_or_register(&key(PAGE, PAGE)).unwrap();
+    assert!(lease.uncached_reason().is_none(), "{lease:?}");
+    assert_eq!(*found.lock(), Some(lease.id));
+    assert_eq!((records.live(), cache.statistics().evictions), (1, 1));
+    // While the only watched entry has a lease, there is nothing to evict.
+    let other = cache.get_or_register(&key(0, PAGE)).unwrap();
+    assert!(matches!(other.uncached_reason(), Some(UncachedReason::Unwatched(_))), "{other:?}");
+    drop((lease, other));
+    cache.try_clear().unwrap();
     assert_empty(&records);
 }
 

@@ -39,6 +39,8 @@ pub(crate) struct CallRecords {
     pub(crate) refusing: AtomicUsize,
     /// The largest number of live registrations. 0 means no limit.
     pub(crate) room: AtomicUsize,
+    /// The largest number of watches at once. 0 means no limit.
+    pub(crate) watch_room: AtomicUsize,
     pub(crate) unwatchable: AtomicBool,
     /// The backend refuses to register any range that overlaps this memory. `None` means that it
     /// refuses none.
@@ -124,6 +126,12 @@ impl CacheBackend for RecordingBackend {
             return Err(
                 Error::new(ErrorKind::Unsupported, "subscribe").remedy("no monitor watches this")
             );
+        }
+        let watched =
+            self.0.watches.load(Ordering::SeqCst) - self.0.unwatches.load(Ordering::SeqCst);
+        let room = self.0.watch_room.load(Ordering::SeqCst);
+        if room > 0 && watched >= room {
+            return Err(Error::new(ErrorKind::OutOfResources, "subscribe"));
         }
         self.0.watches.fetch_add(1, Ordering::SeqCst);
         Ok(*key)
