@@ -18,7 +18,7 @@ use super::{
         threads,
     },
     lookup::FastLookup,
-    reclaim::state::{CompletionCallback, PendingCallbacks},
+    reclaim::state::CompletionCallback,
     sync::{Barrier, cold_path},
 };
 use crate::{AddressRange, Error, ErrorKind, Result, monitor::Invalidator};
@@ -191,7 +191,8 @@ impl<S: CacheBackend> Cache<S> {
     }
 
     /// Invalidates like [`Cache::invalidate`], and calls `callback` when all entries of the range
-    /// are deregistered and the cache has no other deregistration in flight, in any range.
+    /// are deregistered, and the deregistrations that began before this call have ended, in any
+    /// range.
     ///
     /// The callback waits also for entries of the range that were invalidated earlier or are being
     /// deregistered. It does not wait for entries that the backend already refused to deregister.
@@ -214,8 +215,11 @@ impl<S: CacheBackend> Cache<S> {
     }
 
     /// Deregisters the regions of invalidated entries without leases, retries deregistrations that
-    /// the backend refused, and waits for deregistrations in flight. Does nothing in a forked
-    /// child.
+    /// the backend refused, and waits for deregistrations that other threads have begun. Does
+    /// nothing in a forked child.
+    ///
+    /// The wait ends even if other threads keep beginning more deregistrations. The call does not
+    /// wait if the calling thread is inside [`CacheBackend::deregister`] of any cache.
     pub fn reclaim(&self) {
         self.core.reclaim();
     }
@@ -223,7 +227,7 @@ impl<S: CacheBackend> Cache<S> {
     /// Evicts all entries that have no lease, and reclaims like [`Cache::reclaim`]. May evict
     /// nothing if the kernel began to refuse `membarrier(2)`. Does nothing in a forked child.
     pub fn evict_idle(&self) {
-        self.core.evict_all_idle(&mut PendingCallbacks::new());
+        self.core.evict_idle();
     }
 
     /// Evicts all entries that have no lease, and reclaims invalidated entries. Fails with `Busy`

@@ -162,14 +162,17 @@ impl<M: Memory> CachedBuffer<M> {
 
     /// Deregisters every region of the buffer and returns the buffer.
     ///
-    /// The call waits up to 100 ms for the end of all uses of the regions. A region is in use by a
-    /// lease, a sub-region or a window. It is also in use by a transfer without a descriptor until
-    /// the completion is read, and for a moment by a lookup of other memory in the same page.
+    /// The call waits for the deregistrations that other threads have begun, and then up to 100 ms
+    /// for the end of all uses of the regions. A region is in use by a lease, a sub-region or a
+    /// window. It is also in use by a transfer without a descriptor until the completion is read,
+    /// and for a moment by a lookup of other memory in the same page.
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] if a region is still in use after 100 ms, or if the provider refuses
     ///   to deregister a region. End the uses of the regions and retry. Until then the buffer
     ///   works, but its next lookup registers again.
+    /// - [`ErrorKind::Busy`] in the drop of memory that the cache is deregistering on this thread,
+    ///   because this deregistration cannot end before the call.
     /// - [`ErrorKind::BadState`] in a forked child.
     ///
     /// The error returns the buffer as a `CachedBuffer`.

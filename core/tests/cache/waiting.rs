@@ -4,7 +4,7 @@ use std::{
     sync::{
         Arc, Barrier,
         atomic::{AtomicUsize, Ordering},
-        mpsc,
+        mpsc::{self, TryRecvError},
     },
     thread,
     time::Duration,
@@ -12,7 +12,7 @@ use std::{
 
 use hmem_core::{
     Access, ErrorKind,
-    cache::{Key, Limits},
+    cache::{Cache, Key, Limits},
 };
 
 use crate::support::*;
@@ -367,6 +367,76 @@ fn try_clear_waits_for_deregistrations_of_the_worker() {
         assert!(waits, "a region is still registered");
         assert_eq!(records.live(), 0);
     });
+}
+
+/// Registers `key` and evicts it on a new thread, whose deregistration lasts until the returned
+/// sender is dropped.
+fn evict_until_dropped<'s>(
+    scope: &'s thread::Scope<'s, '_>,
+    (cache, records): (&'s Cache<RecordingBackend>, &CallRecords),
+    key: &Key,
+) -> mpsc::Sender<()> {
+    let (sender, receiver) = mpsc::channel::<()>();
+    drop(cache.get_or_register(key).unwrap());
+    *records.deregistering.meanwhile.lock() =
+        Some(Box::new(move || assert!(receiver.recv().is_err())));
+    scope.spawn(|| cache.evict_idle());
+    until(|| records.deregistering.meanwhile.lock().is_none());
+    sender
+}
+
+/// CACHE-07
+#[test]
+fn reclaim_ends_while_other_threads_keep_evicting() {
+    let (cache, records) = cache(Limits::default());
+    thread::scope(|scope| {
+        let first = evict_until_dropped(scope, (&cache, &records), &key(0, PAGE));
+        let reclaiming = spawn_asleep(scope, || true, || cache.reclaim());
+        let second = evict_until_dropped(scope, (&cache, &records), &key(PAGE, PAGE));
+        assert!(!reclaiming.is_finished());
+        drop(first);
+        until(|| reclaiming.is_finished());
+        assert_eq!(records.live(), 1, "the second deregistration has not ended");
+        let reclaiming = spawn_asleep(scope, || true, || cache.reclaim());
+        assert!(!reclaiming.is_finished(), "the second deregistration began before");
+        drop(second);
+    });
+    assert_empty(&records);
+}
+
+/// CACHE-07
+#[test]
+fn callback_runs_while_other_threads_keep_evicting() {
+    let (cache, records) = cache(Limits::default());
+    thread::scope(|scope| {
+        let first = evict_until_dropped(scope, (&cache, &records), &key(0, PAGE));
+        let (sender, called) = mpsc::channel::<()>();
+        cache.invalidate_with_callback(range(8 * PAGE, PAGE), move || drop(sender));
+        let second = evict_until_dropped(scope, (&cache, &records), &key(PAGE, PAGE));
+        assert_eq!(called.try_recv(), Err(TryRecvError::Empty));
+        drop(first);
+        until(|| called.try_recv() == Err(TryRecvError::Disconnected));
+        assert_eq!(records.live(), 1, "the second deregistration has not ended");
+        drop(second);
+    });
+    assert_empty(&records);
+}
+
+/// CACHE-07
+#[test]
+fn deregistration_that_uses_its_cache_does_not_wait_for_itself() {
+    let (cache, records) = cache(Limits::default());
+    let cache = Arc::new(cache);
+    drop(cache.get_or_register(&key(0, PAGE)).unwrap());
+    let shared = Arc::clone(&cache);
+    *records.deregistering.meanwhile.lock() = Some(Box::new(move || {
+        shared.reclaim();
+        shared.evict_idle();
+    }));
+    let evicting = thread::spawn(move || cache.evict_idle());
+    until(|| evicting.is_finished());
+    evicting.join().unwrap();
+    assert_empty(&records);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code, reason = "takes the region out of an entry that has no lease")]
 
-use std::sync::Arc;
+use std::{cell::Cell, sync::Arc};
 
 use smallvec::smallvec;
 
@@ -12,9 +12,23 @@ use super::{
         cache_core::{CacheCore, LockedState},
         index::{entry::Entry, radix},
     },
-    state::{CompletionCallback, DetachedRegion, DetachedRegions, PendingCallbacks, ReclaimState},
+    state::{
+        CompletionCallback, DetachedRegion, DetachedRegions, PendingCallbacks, ReclaimState, parity,
+    },
 };
-use crate::{ProcessMark, Rejected};
+use crate::{ErrorKind, ProcessMark, Rejected};
+
+#[cfg(not(loom))]
+thread_local! {
+    /// The number of [`DeregistrationGuard`]s of the calling thread, of any cache.
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+}
+
+// A model needs loom's type, because all threads of a model share one thread's thread-locals.
+#[cfg(loom)]
+loom::thread_local! {
+    static DEPTH: Cell<u32> = Cell::new(0);
+}
 
 /// A guard for deregistrations in flight. The drop of the guard counts them as ended.
 ///
@@ -23,14 +37,30 @@ use crate::{ProcessMark, Rejected};
 /// lost.
 struct DeregistrationGuard<'a, S: CacheBackend> {
     core: &'a CacheCore<S>,
-    /// The number of deregistrations that the drop counts as ended.
-    count: usize,
+    /// The numbers of deregistrations that the drop counts as ended: those that began in even
+    /// epochs, and in odd epochs.
+    counts: [u64; 2],
     /// The regions that are not deregistered yet.
     detached: &'a mut DetachedRegions<S>,
     /// The regions that the backend refused to deregister.
     refused: Vec<DetachedRegion<S>>,
+    /// True if the backend refused one of them with `Busy`.
+    busy: bool,
     /// The list to which the drop moves the callbacks whose wait has ended.
     callbacks: &'a mut PendingCallbacks,
+}
+
+impl<'a, S: CacheBackend> DeregistrationGuard<'a, S> {
+    fn new(
+        core: &'a CacheCore<S>,
+        detached: &'a mut DetachedRegions<S>,
+        callbacks: &'a mut PendingCallbacks,
+    ) -> Self {
+        let mut counts = [0; 2];
+        detached.iter().for_each(|region| counts[parity(region.epoch)] += 1);
+        DEPTH.with(|depth| depth.set(depth.get() + 1));
+        Self { core, counts, detached, refused: Vec::new(), busy: false, callbacks }
+    }
 }
 
 impl<S: CacheBackend> Drop for DeregistrationGuard<'_, S> {
@@ -39,9 +69,15 @@ impl<S: CacheBackend> Drop for DeregistrationGuard<'_, S> {
         if !self.refused.is_empty() {
             // The regions are listed before they count as ended, so that each region is always in
             // flight or on the list.
-            self.core.state.lock().reclaim.refused.append(&mut self.refused);
+            let reclaim = &mut self.core.state.lock().reclaim;
+            reclaim.refused.append(&mut self.refused);
+            reclaim.busy |= self.busy;
         }
-        if self.core.in_flight.end(self.count) {
+        if self.busy {
+            self.core.waker.announce_busy();
+        }
+        DEPTH.with(|depth| depth.set(depth.get() - 1));
+        if self.core.in_flight.end(self.counts) {
             self.core.notify_deregistered(self.callbacks);
         }
     }
@@ -120,8 +156,8 @@ impl<S: CacheBackend> CacheCore<S> {
             if reclaim.callbacks.is_empty() { None } else { take_callbacks(reclaim, index) };
         self.index.entries.at(index).free();
         locked.index.free.push(index);
-        reclaim.detached += 1;
-        detached.push(DetachedRegion { region, watch, callbacks });
+        let epoch = reclaim.begun.begin(1);
+        detached.push(DetachedRegion { region, watch, callbacks, epoch, refused: false });
     }
 
     #[inline(always)]
@@ -170,9 +206,7 @@ impl<S: CacheBackend> CacheCore<S> {
         callbacks: &mut PendingCallbacks,
         mut kept: Option<&mut KeptWatch<'_, S>>,
     ) {
-        let count = detached.len();
-        let mut guard =
-            DeregistrationGuard { core: self, count, detached, refused: Vec::new(), callbacks };
+        let mut guard = DeregistrationGuard::new(self, detached, callbacks);
         while let Some(next) = guard.detached.last_mut() {
             // The element with the watch stays in the list, so that the watch is not lost if the
             // backend panics.
@@ -180,10 +214,17 @@ impl<S: CacheBackend> CacheCore<S> {
             let Some(mut done) = guard.detached.pop() else { break };
             match result {
                 Some(Err(Rejected { value, error })) => {
-                    tracing::error!(
-                        error = %error.full(),
-                        "cannot deregister a cached region: retrying later"
-                    );
+                    let is_busy = error.kind() == ErrorKind::Busy;
+                    if is_busy || done.refused {
+                        tracing::debug!(%error, "cannot deregister a cached region yet");
+                    } else {
+                        tracing::error!(
+                            error = %error.full(),
+                            "cannot deregister a cached region: retrying later"
+                        );
+                    }
+                    guard.busy |= is_busy;
+                    done.refused = true;
                     done.region = Some(value);
                     guard.refused.push(done);
                 }
@@ -205,8 +246,8 @@ impl<S: CacheBackend> CacheCore<S> {
         }
     }
 
-    /// Wakes the threads that wait for deregistrations. If no deregistration is in flight, moves
-    /// the callbacks that wait for this to `callbacks`.
+    /// Wakes the threads that wait for deregistrations. Moves the callbacks whose wait for
+    /// deregistrations in flight has ended to `callbacks`.
     #[cold]
     #[inline(never)]
     fn notify_deregistered(&self, callbacks: &mut PendingCallbacks) {
@@ -215,25 +256,35 @@ impl<S: CacheBackend> CacheCore<S> {
         self.ended.notify_all();
     }
 
-    /// Removes and returns the callbacks that wait until no deregistration is in flight. Returns no
-    /// callback while a deregistration is in flight.
+    /// Removes and returns the callbacks whose wait for deregistrations in flight has ended.
     pub(super) fn take_callbacks_after_flight(
         &self,
         locked: &mut LockedState<S>,
     ) -> PendingCallbacks {
-        let reclaim = &mut locked.reclaim;
-        if reclaim.callbacks_after_flight.is_empty() || self.in_flight.any(reclaim.detached) {
-            return PendingCallbacks::new();
+        let ReclaimState { callbacks_after_flight: waiting, begun, .. } = &mut locked.reclaim;
+        let ready = waiting
+            .iter()
+            .take_while(|(epoch, _)| !self.in_flight.any_until(begun, *epoch))
+            .count();
+        let callbacks = waiting.drain(..ready).map(|(_, callback)| callback).collect();
+        if ready > 0 && waiting.is_empty() {
+            self.in_flight.remove_waiter();
         }
-        self.in_flight.remove_waiter();
-        std::mem::take(&mut reclaim.callbacks_after_flight)
+        callbacks
     }
 
-    /// Waits until no deregistration is in flight.
+    /// Waits for the deregistrations that began before this call, and for those that begin before
+    /// the next epoch ([`BegunCounter`](super::state::BegunCounter)). Does not wait if the calling
+    /// thread is inside a deregistration, as in the drop of a region's memory: this deregistration
+    /// cannot end before the call returns.
     pub(super) fn wait_for_deregistrations(&self) {
+        if DEPTH.with(Cell::get) > 0 {
+            return;
+        }
         let mut locked = self.state.lock();
         self.in_flight.add_waiter();
-        while self.in_flight.any(locked.reclaim.detached) {
+        let epoch = locked.reclaim.begun.epoch();
+        while self.in_flight.any_until(&mut locked.reclaim.begun, epoch) {
             locked = self.ended.wait(locked);
         }
         self.in_flight.remove_waiter();
@@ -258,8 +309,9 @@ impl<S: CacheBackend> CacheCore<S> {
             }
             return;
         }
-        self.state.lock().reclaim.detached += 1;
-        let region = DetachedRegion { region: Some(region), watch: None, callbacks: None };
+        let epoch = self.state.lock().reclaim.begun.begin(1);
+        let (region, refused) = (Some(region), false);
+        let region = DetachedRegion { region, watch: None, callbacks: None, epoch, refused };
         self.deregister(&mut smallvec![region], &mut PendingCallbacks::new());
     }
 }

@@ -242,15 +242,33 @@ impl<S: CacheBackend> CacheCore<S> {
         });
     }
 
-    /// Evicts all idle entries, reclaims invalidated ones, and waits for deregistrations in flight.
-    /// Returns `false` if there was nothing to deregister or to wait for, or in a forked child.
+    /// Evicts all idle entries, reclaims invalidated ones, and waits for the deregistrations that
+    /// other threads have begun. Returns `false` if there was nothing to deregister or to wait for,
+    /// or in a forked child. Moves the callbacks whose wait has ended to `callbacks`.
     pub(in crate::cache) fn evict_all_idle(&self, callbacks: &mut PendingCallbacks) -> bool {
+        let any = self.deregister_idle(callbacks);
+        if any {
+            self.wait_for_deregistrations();
+        }
+        any
+    }
+
+    /// Evicts and waits like [`CacheCore::evict_all_idle`], but runs the callbacks before it waits.
+    pub(in crate::cache) fn evict_idle(&self) {
+        if self.deregister_idle(&mut PendingCallbacks::new()) {
+            self.wait_for_deregistrations();
+        }
+    }
+
+    /// Evicts all idle entries and reclaims invalidated ones. Returns `false` if there was nothing
+    /// to deregister and no deregistration in flight, or in a forked child.
+    fn deregister_idle(&self, callbacks: &mut PendingCallbacks) -> bool {
         if self.leases.gate.is_forked() {
             return false;
         }
         let mut detached = DetachedRegions::new();
         let mut locked = self.state.lock();
-        let others = self.in_flight.any(locked.reclaim.detached);
+        let others = self.in_flight.any(&locked.reclaim.begun);
         self.detach_invalidated(&mut locked, &mut detached);
         let other_lookups = self.leases.blocks.owners() > 0;
         let mut steps = if self.has_idle(&mut locked) { locked.index.created as usize } else { 0 };
@@ -262,14 +280,13 @@ impl<S: CacheBackend> CacheCore<S> {
         drop(locked);
         let any = !detached.is_empty();
         self.deregister(&mut detached, callbacks);
-        self.wait_for_deregistrations();
         any || others
     }
 
     /// Deregisters all cached regions, even those of leaked leases. Regions that the backend
     /// refuses to deregister stay registered. Only the drop of the cache may call this.
     pub(in crate::cache) fn deregister_all(&self) {
-        self.evict_all_idle(&mut PendingCallbacks::new());
+        self.evict_idle();
         let mut detached = DetachedRegions::new();
         let mut locked = self.state.lock();
         for index in 1..=locked.index.created {

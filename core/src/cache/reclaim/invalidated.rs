@@ -11,7 +11,10 @@ use super::{
         sync::Ordering,
     },
     evict::MAX_BATCH,
-    state::{CompletionCallback, DetachedRegions, PendingCallbacks},
+    state::{
+        BegunCounter, CompletionCallback, DetachedRegion, DetachedRegions, PendingCallbacks,
+        ReclaimState,
+    },
 };
 use crate::AddressRange;
 
@@ -22,6 +25,17 @@ use crate::AddressRange;
 const DETACH_THRESHOLD: usize = 8;
 #[cfg(loom)]
 const DETACH_THRESHOLD: usize = 1;
+
+/// Moves detached regions that waited for a deregistration to `detached`, and counts their
+/// deregistrations as begun.
+fn begin_again<S: CacheBackend>(
+    waiting: &mut Vec<DetachedRegion<S>>,
+    begun: &mut BegunCounter,
+    detached: &mut DetachedRegions<S>,
+) {
+    let epoch = begun.begin(waiting.len());
+    detached.extend(waiting.drain(..).map(|region| DetachedRegion { epoch, ..region }));
+}
 
 impl<S: CacheBackend> CacheCore<S> {
     /// Moves all entries from the stack of invalidated entries to `pending_entries`, the list of
@@ -53,11 +67,11 @@ impl<S: CacheBackend> CacheCore<S> {
         detached: &mut DetachedRegions<S>,
     ) -> bool {
         self.drain_invalidated(locked);
-        let reclaim = &mut locked.reclaim;
-        reclaim.detached += (reclaim.refused.len() + reclaim.left_to_worker.len()) as u64;
-        detached.extend(reclaim.refused.drain(..));
-        detached.extend(reclaim.left_to_worker.drain(..));
-        !reclaim.pending_entries.is_empty()
+        let ReclaimState { refused, left_to_worker, begun, busy, .. } = &mut locked.reclaim;
+        *busy = false;
+        begin_again(refused, begun, detached);
+        begin_again(left_to_worker, begun, detached);
+        !locked.reclaim.pending_entries.is_empty()
     }
 
     /// Detaches the regions of pending entries during a miss.
@@ -99,15 +113,14 @@ impl<S: CacheBackend> CacheCore<S> {
         if left.is_empty() {
             return;
         }
-        let reclaim = &mut locked.reclaim;
-        reclaim.detached -= left.len() as u64;
-        reclaim.left_to_worker.extend(left);
-        if reclaim.left_to_worker.len() < MAX_BATCH {
+        let ReclaimState { left_to_worker, begun, .. } = &mut locked.reclaim;
+        begun.undo(left.len());
+        left_to_worker.extend(left);
+        if left_to_worker.len() < MAX_BATCH {
             // The worker may have gone to sleep since the invalidations.
             self.waker.wake();
         } else {
-            reclaim.detached += reclaim.left_to_worker.len() as u64;
-            detached.extend(reclaim.left_to_worker.drain(..));
+            begin_again(left_to_worker, begun, detached);
         }
     }
 
@@ -156,8 +169,8 @@ impl<S: CacheBackend> CacheCore<S> {
         locked.reclaim.pending_entries = pending_entries;
     }
 
-    /// Deregisters the regions of invalidated entries without a lease, and waits until no
-    /// deregistration is in flight.
+    /// Deregisters the regions of invalidated entries without a lease, and waits for the
+    /// deregistrations that other threads have begun.
     pub(in crate::cache) fn reclaim(&self) {
         if self.leases.gate.is_forked() {
             return;
@@ -189,8 +202,8 @@ impl<S: CacheBackend> CacheCore<S> {
     }
 
     /// Invalidates the entries that contain a byte of the range. Runs `callback` when all of them
-    /// are deregistered and no other deregistration is in flight. Runs `callback` immediately if
-    /// the range is empty, or in a forked child.
+    /// are deregistered, and the deregistrations that began before this call have ended. Runs
+    /// `callback` immediately if the range is empty, or in a forked child.
     pub(in crate::cache) fn invalidate_with_callback(
         &self,
         range: AddressRange,
@@ -225,7 +238,7 @@ impl<S: CacheBackend> CacheCore<S> {
         if reclaim.callbacks_after_flight.is_empty() {
             self.in_flight.add_waiter();
         }
-        reclaim.callbacks_after_flight.push(Arc::clone(&callback));
+        reclaim.callbacks_after_flight.push((reclaim.begun.epoch(), Arc::clone(&callback)));
         let ready = self.take_callbacks_after_flight(&mut locked);
         drop(locked);
         drop(ready);

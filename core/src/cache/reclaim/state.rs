@@ -28,15 +28,17 @@ pub(in crate::cache) struct ReclaimState<S: CacheBackend> {
     pub(in crate::cache) drain_count: u64,
     /// Callbacks that wait for the deregistration of an entry's region, by the entry's index.
     pub(in crate::cache) callbacks: HashMap<u32, Vec<Arc<CompletionCallback>>>,
-    /// Callbacks that wait until no deregistration is in flight. All callbacks of this list
+    /// Callbacks that wait for deregistrations in flight, in the order of their epochs. Each waits
+    /// for the deregistrations that began in its epoch or before. All callbacks of this list
     /// together count as one waiter of [`InFlightCounter`].
-    pub(in crate::cache) callbacks_after_flight: Vec<Arc<CompletionCallback>>,
-    /// The number of deregistrations that began so far. Includes retries and the deregistrations of
-    /// uncached regions. [`InFlightCounter`] counts the deregistrations that ended.
-    pub(in crate::cache) detached: u64,
+    pub(in crate::cache) callbacks_after_flight: Vec<(u64, Arc<CompletionCallback>)>,
+    pub(in crate::cache) begun: BegunCounter,
     /// Regions that the backend refused to deregister, or had not deregistered when it panicked.
     pub(in crate::cache) refused: Vec<DetachedRegion<S>>,
-    /// Regions that a miss detached and left to the worker. `detached` does not count them yet.
+    /// True if the backend refused one of them with `Busy`: something still uses the region. The
+    /// end of the use does not wake the worker, so the worker retries periodically.
+    pub(in crate::cache) busy: bool,
+    /// Regions that a miss detached and left to the worker. `begun` does not count them yet.
     pub(in crate::cache) left_to_worker: Vec<DetachedRegion<S>>,
     pub(in crate::cache) eviction: EvictionState,
 }
@@ -70,8 +72,9 @@ impl<S: CacheBackend> ReclaimState<S> {
             drain_count: 0,
             callbacks: HashMap::new(),
             callbacks_after_flight: Vec::new(),
-            detached: 0,
+            begun: BegunCounter::default(),
             refused: Vec::new(),
+            busy: false,
             left_to_worker: Vec::new(),
             eviction: EvictionState::default(),
         }
@@ -84,6 +87,10 @@ pub(in crate::cache) struct DetachedRegion<S: CacheBackend> {
     pub(in crate::cache) region: Option<S::Region>,
     pub(in crate::cache) watch: Option<S::Watch>,
     pub(in crate::cache) callbacks: Option<Box<[Arc<CompletionCallback>]>>,
+    /// The epoch in which the deregistration began, as [`BegunCounter::begin`] returned it.
+    pub(in crate::cache) epoch: u64,
+    /// True once the backend refused to deregister the region.
+    pub(in crate::cache) refused: bool,
 }
 
 /// A list of detached regions, often with one element.
@@ -151,7 +158,48 @@ impl InvalidatedStack {
     }
 }
 
-/// A counter of ended deregistrations, and a counter of waiters. Each thread that waits for
+/// Counters of the deregistrations that began, which the cache's lock protects. They include
+/// retries and the deregistrations of uncached regions. [`InFlightCounter`] counts the
+/// deregistrations that ended.
+///
+/// Time is divided into epochs, so that a waiter waits for deregistrations that began before, and
+/// ends even if other threads keep beginning more. A waiter waits for the current epoch and all
+/// epochs before it, and begins the next epoch as soon as it may. The epoch after `n` may begin
+/// once all deregistrations of epoch `n - 1` have ended. So at most two epochs have deregistrations
+/// in flight, and one counter for the even epochs and one for the odd epochs are enough.
+#[derive(Debug, Default)]
+pub(in crate::cache) struct BegunCounter {
+    /// The number of the current epoch.
+    epoch: u64,
+    /// The number of deregistrations that began so far in even epochs, and in odd epochs.
+    begun: [u64; 2],
+}
+
+impl BegunCounter {
+    /// Returns the number of the current epoch.
+    pub(in crate::cache) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Counts `count` deregistrations as begun, and returns their epoch.
+    pub(in crate::cache) fn begin(&mut self, count: usize) -> u64 {
+        self.begun[parity(self.epoch)] += count as u64;
+        self.epoch
+    }
+
+    /// Undoes the count of deregistrations that the calling thread counted since it took the
+    /// cache's lock.
+    pub(in crate::cache) fn undo(&mut self, count: usize) {
+        self.begun[parity(self.epoch)] -= count as u64;
+    }
+}
+
+/// Returns the index of the counter that counts the deregistrations of an epoch.
+pub(in crate::cache) fn parity(epoch: u64) -> usize {
+    (epoch & 1) as usize
+}
+
+/// Counters of ended deregistrations, and a counter of waiters. Each thread that waits for
 /// deregistrations is a waiter, and all waiting callbacks together are one.
 ///
 /// Deregistrations begin under the cache's lock and end without it. A thread that ended
@@ -160,28 +208,56 @@ impl InvalidatedStack {
 /// increase by the other.
 #[derive(Debug, Default)]
 pub(in crate::cache) struct InFlightCounter {
-    ended: AtomicU64,
+    /// The number of ended deregistrations that began in even epochs, and in odd epochs.
+    ended: [AtomicU64; 2],
     waiters: AtomicU32,
 }
 
 impl InFlightCounter {
-    /// Returns whether a deregistration is in flight. `begun` is the number of deregistrations that
-    /// began ([`ReclaimState::detached`]), which the cache's lock protects. If the result is
-    /// `false`, the caller sees all effects of the deregistrations.
-    pub(in crate::cache) fn any(&self, begun: u64) -> bool {
-        self.ended.load(Ordering::Acquire) != begun
+    /// Returns whether a deregistration is in flight.
+    pub(in crate::cache) fn any(&self, begun: &BegunCounter) -> bool {
+        (0..=1).any(|epoch| self.any_like(begun, epoch))
     }
 
-    /// Counts `count` deregistrations as ended. Returns `true` if there is a waiter. The caller
-    /// must then wake the waiting threads under the cache's lock.
-    pub(in crate::cache) fn end(&self, count: usize) -> bool {
-        self.ended.fetch_add(count as u64, Ordering::SeqCst);
+    /// Returns whether a deregistration is in flight that began in an epoch with the parity of
+    /// `epoch`. If the result is `false`, the caller sees all effects of these deregistrations.
+    fn any_like(&self, begun: &BegunCounter, epoch: u64) -> bool {
+        let parity = parity(epoch);
+        self.ended[parity].load(Ordering::Acquire) != begun.begun[parity]
+    }
+
+    /// Returns whether a deregistration is in flight that began in `epoch` or before. Begins the
+    /// next epoch if `epoch` is the current one and the next one may begin. If the result is
+    /// `false`, the caller sees all effects of the deregistrations.
+    ///
+    /// A waiter calls this again after each end of a deregistration, until the result is `false`.
+    pub(in crate::cache) fn any_until(&self, begun: &mut BegunCounter, epoch: u64) -> bool {
+        if begun.epoch == epoch && !self.any_like(begun, epoch + 1) {
+            begun.epoch += 1;
+        }
+        match begun.epoch - epoch {
+            0 => true,
+            1 => self.any_like(begun, epoch),
+            // The epoch after the next one began, so those of `epoch` have ended.
+            _ => false,
+        }
+    }
+
+    /// Counts deregistrations as ended: `counts` has the number of those that began in even epochs,
+    /// and in odd epochs. Returns `true` if there is a waiter. The caller must then wake the
+    /// waiting threads under the cache's lock.
+    pub(in crate::cache) fn end(&self, counts: [u64; 2]) -> bool {
+        for (ended, count) in self.ended.iter().zip(counts) {
+            if count > 0 {
+                ended.fetch_add(count, Ordering::SeqCst);
+            }
+        }
         fence_after_exchange();
         self.waiters.load(Ordering::Relaxed) != 0
     }
 
     /// Counts a waiter. The caller must hold the cache's lock, and must then call
-    /// [`InFlightCounter::any`].
+    /// [`InFlightCounter::any_until`].
     pub(in crate::cache) fn add_waiter(&self) {
         self.waiters.fetch_add(1, Ordering::SeqCst);
         fence_after_exchange();
@@ -199,8 +275,8 @@ impl InFlightCounter {
 pub(in crate::cache) struct Waker {
     /// True from a call of [`Waker::wake`] until the worker begins to reclaim.
     pub(in crate::cache) called: AtomicBool,
-    /// True while the worker sleeps without a time limit. The worker sets it before it checks
-    /// `called`.
+    /// True while the worker sleeps until it is woken or a retry is due. The worker sets it before
+    /// it checks `called`.
     pub(in crate::cache) asleep: AtomicBool,
     /// The worker's thread, once it is started.
     pub(in crate::cache) worker: OnceLock<std::thread::Thread>,
@@ -214,5 +290,38 @@ impl Waker {
         {
             worker.unpark();
         }
+    }
+
+    /// Makes the worker check [`ReclaimState::busy`] before it sleeps again.
+    pub(in crate::cache) fn announce_busy(&self) {
+        if let Some(worker) = self.worker.get() {
+            worker.unpark();
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// CACHE-07: a wait ends although a deregistration is always in flight, but not before the
+    /// deregistration that was in flight when the wait began.
+    #[test]
+    fn wait_ends_while_deregistrations_keep_beginning() {
+        let (ended, mut begun) = (InFlightCounter::default(), BegunCounter::default());
+        let end = |epoch| ended.end(std::array::from_fn(|at| u64::from(at == parity(epoch))));
+        let mut last = begun.begin(1);
+        let mut earlier = None;
+        for round in 0..8 {
+            let wait = begun.epoch();
+            assert!(ended.any_until(&mut begun, wait), "{round}: one is in flight");
+            let next = begun.begin(1);
+            assert!(ended.any_until(&mut begun, wait), "{round}: the one before is in flight");
+            end(std::mem::replace(&mut last, next));
+            let ends = |wait| !ended.any_until(&mut begun, wait);
+            assert_ne!(earlier.replace(wait).map(ends), Some(false), "{round}: the wait goes on");
+        }
+        end(last);
+        assert!(!ended.any(&begun));
     }
 }

@@ -19,6 +19,9 @@ use crate::{Error, ErrorKind, Result};
 const POLL_PERIOD: Duration = Duration::from_millis(1);
 /// The number of polls without work after which the worker sleeps.
 const IDLE_POLLS: u32 = 16;
+/// The time between two attempts to deregister regions that something outside the cache still uses,
+/// such as a sub-region or a window.
+const BUSY_RETRY_PERIOD: Duration = Duration::from_millis(50);
 
 /// The handle of a cache's worker. Dropping the handle ends the worker.
 pub(in crate::cache) struct Worker {
@@ -48,10 +51,13 @@ impl Worker {
 
 fn run<S: CacheBackend>(core: &CacheCore<S>, stop: &AtomicBool) {
     let waker = &core.waker;
-    let mut idle_polls = IDLE_POLLS;
+    let (mut idle_polls, mut retries) = (IDLE_POLLS, false);
     while !stop.load(Ordering::Acquire) {
-        if waker.called.swap(false, Ordering::SeqCst) {
+        let called = waker.called.swap(false, Ordering::SeqCst);
+        if called {
             idle_polls = 0;
+        }
+        if called || retries {
             // The cache's state stays consistent if the backend panics: `DeregistrationGuard` keeps
             // the remaining regions for a retry.
             if catch_unwind(AssertUnwindSafe(|| core.reclaim_once())).is_err() {
@@ -62,6 +68,7 @@ fn run<S: CacheBackend>(core: &CacheCore<S>, stop: &AtomicBool) {
                 // The worker retries at once. Each panic loses one region, so the retries end.
                 waker.called.store(true, Ordering::SeqCst);
             }
+            retries = false;
         }
         if idle_polls < IDLE_POLLS {
             idle_polls += 1;
@@ -70,7 +77,12 @@ fn run<S: CacheBackend>(core: &CacheCore<S>, stop: &AtomicBool) {
         }
         waker.asleep.store(true, Ordering::SeqCst);
         if !waker.called.load(Ordering::SeqCst) {
-            thread::park();
+            retries = core.state.lock().reclaim.busy;
+            if retries {
+                thread::park_timeout(BUSY_RETRY_PERIOD);
+            } else {
+                thread::park();
+            }
         }
         waker.asleep.store(false, Ordering::SeqCst);
     }
