@@ -22,7 +22,8 @@ use super::{
 use crate::{
     Access, Addressing, Error, ErrorKind, Iova, MrMode, RemoteKey, Result,
     provider::{
-        Features, ProviderWindow, WindowBind, WindowRule, WindowState, WindowType, Windows,
+        Features, ProviderWindow, WindowBind, WindowRule, WindowState, WindowStatus, WindowType,
+        Windows,
     },
     transfer::{Operation, PeerId, WorkRequest},
 };
@@ -369,8 +370,13 @@ impl Type1Window {
         let mut state = self.window.lock(&self.state, operation)?;
         let bound = domain.windows()?.bind_window(state.window, &bind);
         state.window = bound.map_err(|error| bind_refused(error, operation, region, &bind))?;
-        let number = state.window.key;
-        Ok(state.bound.insert(Bound::new(region, &bind, 0)).key(number))
+        let bound = Bound::new(region, &bind, 0);
+        let key = bound.key(state.window.key);
+        let before = state.bound.replace(bound);
+        // Ending a binding may end its region, so the lock is released first.
+        drop(state);
+        drop(before);
+        Ok(key)
     }
 
     /// Unbinds the window (a bind of length 0). Its key becomes invalid, and the window can be
@@ -390,7 +396,10 @@ impl Type1Window {
         let bind = WindowBind { region, offset: 0, len: 0, access: Access::empty(), addressing };
         let unbound = self.window.domain.windows()?.bind_window(state.window, &bind);
         state.window = unbound.map_err(|error| error.of_call(operation))?;
-        state.bound = None;
+        let before = state.bound.take();
+        // Ending a binding may end its region, so the lock is released first.
+        drop(state);
+        drop(before);
         Ok(())
     }
 
@@ -444,7 +453,8 @@ impl Type2Window {
         let Type2Bind { region, offset, len, access, addressing, tag } = *bind;
         let domain = &inner.window.domain;
         let bind = bind_request(domain, operation, region, (offset, len), access, addressing)?;
-        let (mut state, status) = inner.settled()?;
+        let mut settled = inner.settled()?;
+        let (state, status) = (&mut *settled.state, settled.status);
         let request = Operation::BindWindow { window: inner.window.window, bind, tag };
         let bound = Bound::new(region, &bind, tag);
         if state.listed.as_ptr() != Arc::as_ptr(&region.inner) {
@@ -477,11 +487,11 @@ impl Type2Window {
         let operation = "post invalidate window";
         let inner = &*self.inner;
         inner.window.check_endpoint(endpoint, operation)?;
-        let (mut state, _) = inner.settled()?;
+        let mut settled = inner.settled()?;
+        let state = &mut *settled.state;
         post(endpoint, Operation::InvalidateWindow { window: inner.window.window }, context)
             .map_err(|error| error.of_call(operation))?;
-        let bound = state.bound.take();
-        state.ending.extend(bound);
+        state.ending.extend(state.bound.take());
         Ok(())
     }
 
@@ -491,42 +501,53 @@ impl Type2Window {
     /// a forked child.
     #[must_use]
     pub fn state(&self) -> WindowState {
-        self.inner.settled().map_or(WindowState::Invalid, |(_, status)| status.state)
+        self.inner.settled().map_or(WindowState::Invalid, |settled| settled.status.state)
     }
 
     /// Returns the key of the last bind. Returns `None` if the window is not bound, if an
     /// invalidation was posted after the bind, and if the provider cannot report the state.
     #[must_use]
     pub fn key(&self) -> Option<RemoteKey> {
-        let (state, status) = self.inner.settled().ok()?;
-        let bound = state.bound.as_ref()?;
-        Some(bound.key(status.key))
+        let settled = self.inner.settled().ok()?;
+        let bound = settled.state.bound.as_ref()?;
+        Some(bound.key(settled.status.key))
     }
+}
+
+/// The locked state of a type 2 window, and the state that the provider reports.
+struct Settled<'a> {
+    state: MutexGuard<'a, Type2State>,
+    status: WindowStatus,
+    /// The bindings that have ended. Declared after `state`, so that the lock is released before
+    /// the drop of a binding may end its region.
+    _ended: Vec<Bound>,
 }
 
 impl Type2Inner {
     /// Locks the window's state, and updates it with the state that the provider reports.
-    fn settled(&self) -> Result<(MutexGuard<'_, Type2State>, crate::provider::WindowStatus)> {
+    fn settled(&self) -> Result<Settled<'_>> {
         let mut state = self.window.lock(&self.state, "window state")?;
         let status = self.window.domain.windows()?.window_status(self.window.window)?;
+        let mut ended = Vec::new();
         if !status.pending {
             if status.state != WindowState::Valid {
-                state.bound = None;
+                ended.extend(state.bound.take());
             } else {
                 // The key's tag shows the binding that holds: an earlier one, if the requests that
                 // were posted after it have failed.
                 let holds = |bound: &Bound| u64::from(bound.tag) == status.key & KEY_TAG;
                 if !state.bound.as_ref().is_some_and(holds) {
                     if let Some(at) = state.ending.iter().rposition(holds) {
-                        state.bound = Some(state.ending.swap_remove(at));
+                        let holding = state.ending.swap_remove(at);
+                        ended.extend(state.bound.replace(holding));
                     } else if state.bound.is_none() {
                         state.bound = state.ending.pop();
                     }
                 }
             }
-            state.ending.clear();
+            ended.append(&mut state.ending);
         }
-        Ok((state, status))
+        Ok(Settled { state, status, _ended: ended })
     }
 }
 
