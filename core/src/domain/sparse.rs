@@ -1,7 +1,9 @@
 //! Regions over reserved addresses whose memory comes and goes.
 
 use std::{
-    fmt, mem, slice,
+    fmt, mem,
+    panic::{AssertUnwindSafe, catch_unwind},
+    slice,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -147,14 +149,26 @@ struct Parts {
     /// Withdrawn parts that are still registered, because a driver refused to close a region. Every
     /// change of the parts tries again to close them.
     closing: Vec<Part>,
+    /// True if the feed may still publish the keys of parts in `closing`, because publishing a
+    /// generation without them failed.
+    unpublished: bool,
 }
 
 struct Part {
     range: AddressRange,
     /// One region for each domain.
     regions: Vec<MemoryRegion>,
-    /// The subscription to changes of the memory. `None` if no monitor can watch the memory.
+    /// The subscription to changes of the memory. `None` if no monitor can watch the memory, and
+    /// during the drop.
     watch: Option<Watch>,
+}
+
+impl Drop for Part {
+    /// Deregisters the regions that are left, and then ends the subscription.
+    fn drop(&mut self) {
+        self.regions.clear();
+        self.watch.take().into_iter().for_each(Watch::end);
+    }
 }
 
 impl Part {
@@ -389,8 +403,16 @@ impl Shared {
     /// dropped.
     fn work(&self) {
         while !self.stop.load(Ordering::Acquire) {
-            if let Err(error) = self.withdraw_changed(|_| true) {
-                tracing::error!(error = %error.full(), "cannot withdraw changed memory");
+            // The parts stay consistent if the provider panics: the next change closes those that
+            // are left.
+            match catch_unwind(AssertUnwindSafe(|| self.withdraw_changed(|_| true))) {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => {
+                    tracing::error!(error = %error.full(), "cannot withdraw changed memory");
+                }
+                Err(_) => {
+                    tracing::error!("the provider panicked while changed memory was withdrawn");
+                }
             }
             thread::park();
         }
@@ -416,12 +438,14 @@ impl Shared {
     /// Withdraws the parts for which `goes` returns true: publishes the keys of the other parts,
     /// and closes the withdrawn ones. Also closes parts that an earlier call failed to close.
     fn remove(&self, parts: &mut Parts, mut goes: impl FnMut(&Part) -> bool) -> Result<()> {
-        let (gone, live): (Vec<_>, Vec<_>) =
-            mem::take(&mut parts.live).into_iter().partition(|part| goes(part));
-        parts.live = live;
-        if !gone.is_empty() {
-            parts.closing.extend(gone);
-            self.publish(&parts.live)?;
+        let Parts { live, closing, unpublished } = parts;
+        for part in live.extract_if(.., |part| goes(part)) {
+            *unpublished = true;
+            closing.push(part);
+        }
+        if *unpublished {
+            self.publish(live)?;
+            *unpublished = false;
         }
         parts.close_withdrawn()
     }
@@ -573,17 +597,17 @@ impl Parts {
     /// Closes the withdrawn parts. Those that a driver refuses to close stay in the list.
     fn close_withdrawn(&mut self) -> Result<()> {
         let mut first = Ok(());
-        let mut left = Vec::new();
-        for mut part in self.closing.drain(..) {
-            match close_each(&mut part.regions) {
-                Ok(()) => part.watch.into_iter().for_each(Watch::end),
-                Err(error) => {
-                    first = first.and(Err(error.context("part", part.range)));
-                    left.push(part);
+        // After a panic of the provider, the part and those after it stay in the list.
+        self.closing.retain_mut(|part| match close_each(&mut part.regions) {
+            Ok(()) => false,
+            Err(error) => {
+                let error = error.context("part", part.range);
+                if first.is_ok() {
+                    first = Err(error);
                 }
+                true
             }
-        }
-        self.closing = left;
+        });
         first
     }
 }
@@ -610,6 +634,7 @@ impl Drop for SparseRegion {
         let Some(worker) = self.worker.take() else { return };
         // A forked child does not have the thread, and would wait forever for its end.
         if !self.shared.domains[0].process.is_current() {
+            mem::forget(worker);
             return;
         }
         worker.thread().unpark();
