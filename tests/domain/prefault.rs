@@ -4,6 +4,7 @@ use std::{
     collections::BTreeSet,
     fs,
     os::unix::fs::FileExt,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Condvar, Mutex},
     thread,
     time::Duration,
@@ -12,7 +13,10 @@ use std::{
 use crate::link;
 use hmem::{MrFlags, Prefault, fabric::MrAttr, prefault};
 use hmem_conformance::link::{HostPages, REMOTE, mr_attr};
-use rustix::param::page_size;
+use rustix::{
+    param::page_size,
+    process::{Resource, Rlimit, getrlimit, setrlimit},
+};
 
 /// Returns the number of pages of `pages` that are resident.
 fn present(pages: &HostPages) -> usize {
@@ -73,4 +77,35 @@ fn registering_prefaults_on_request_and_reports_progress() {
     link.try_expose(&MrAttr { prefault, ..attr }, MrFlags::empty())
         .expect_err("pages that cannot be allocated");
     assert_eq!(link.live(), before);
+}
+
+/// MR-16
+///
+/// The limit of the address space leaves no room for the stack of a thread.
+#[test]
+fn prefault_succeeds_if_no_further_thread_can_start() {
+    let pages = HostPages::new(64 << 20);
+    // SAFETY: the child only populates its copy of the pages, and exits.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0, "fork");
+    if pid == 0 {
+        // SAFETY: the call only sets a timer, which kills the child in case of a deadlock.
+        unsafe { libc::alarm(60) };
+        let populated = catch_unwind(AssertUnwindSafe(|| {
+            let limit = Rlimit { current: Some(1 << 20), ..getrlimit(Resource::As) };
+            setrlimit(Resource::As, limit).expect("a lower limit");
+            // The stacks of threads that ended may be used again, so this uses them up.
+            let parked = || loop {
+                thread::park();
+            };
+            while thread::Builder::new().spawn(parked).is_ok() {}
+            prefault(pages.range(), true, &Prefault { threads: 2, progress: None }).is_ok()
+        }));
+        // SAFETY: the call ends the child without running the parent's destructors.
+        unsafe { libc::_exit(i32::from(!populated.is_ok_and(|populated| populated))) };
+    }
+    let mut status = -1;
+    // SAFETY: the call waits for the new child, and writes only `status`.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert_eq!(status, 0);
 }

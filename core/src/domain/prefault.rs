@@ -82,7 +82,12 @@ pub fn prefault(range: AddressRange, write: bool, options: &Prefault<'_>) -> Res
         return work();
     }
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let spawn = |_| {
+            let builder = std::thread::Builder::new().name("hmem-prefault".into());
+            let fewer = |error: &_| tracing::debug!(%error, "populating pages with fewer threads");
+            builder.spawn_scoped(scope, work).inspect_err(fewer).ok()
+        };
+        let workers: Vec<_> = (1..threads).filter_map(spawn).collect();
         let mine = work();
         workers.into_iter().fold(mine, |result, worker| match worker.join() {
             Ok(theirs) => result.and(theirs),
