@@ -47,14 +47,16 @@ pub enum GrantKind {
 /// # Ok(()) }
 /// ```
 pub struct Grant {
-    /// The window or sub-region behind the grant. `None` after the grant was revoked.
-    held: Option<Held>,
+    held: Held,
+    /// True once the grant was revoked. The drop then does not free the window, which is kept for
+    /// later grants.
+    revoked: bool,
     domain: Arc<DomainInner>,
     fallback_reasons: Vec<Error>,
     enforces_bounds: bool,
 }
 
-/// The window or sub-region of a grant.
+/// The window or sub-region behind a grant.
 enum Held {
     Window(Box<BoundWindow>),
     SubRegion(MemoryRegion),
@@ -182,8 +184,8 @@ impl MemoryRegion {
         let unbounded = is_part && windows.as_ref().is_ok_and(|windows| !windows.enforces_bounds());
         let grant = |held, fallback_reasons| {
             let enforces_bounds = !unbounded || matches!(held, Held::SubRegion(_));
-            let (held, domain) = (Some(held), Arc::clone(domain));
-            Grant { held, domain, fallback_reasons, enforces_bounds }
+            let domain = Arc::clone(domain);
+            Grant { held, revoked: false, domain, fallback_reasons, enforces_bounds }
         };
         let mut reasons = Vec::new();
         if unbounded {
@@ -292,8 +294,8 @@ impl Grant {
     #[must_use]
     pub fn kind(&self) -> GrantKind {
         match &self.held {
-            Some(Held::Window(bound)) => GrantKind::Window(bound.kind),
-            _ => GrantKind::SubRegion,
+            Held::Window(bound) => GrantKind::Window(bound.kind),
+            Held::SubRegion(_) => GrantKind::SubRegion,
         }
     }
 
@@ -335,11 +337,8 @@ impl Grant {
     /// a staged region that peers cannot reach.
     pub fn key(&self) -> Result<RemoteKey> {
         match &self.held {
-            Some(Held::Window(bound)) => Ok(bound.key.clone()),
-            Some(Held::SubRegion(region)) => region.key(),
-            None => Err(Error::new(ErrorKind::BadState, "key")
-                .context("why", "the grant was revoked")
-                .remedy("make a new grant")),
+            Held::Window(bound) => Ok(bound.key.clone()),
+            Held::SubRegion(region) => region.key(),
         }
     }
 
@@ -349,8 +348,8 @@ impl Grant {
     /// [`ErrorKind::Unsupported`] for a grant by a window, which has no raw key.
     pub fn raw_key(&self) -> Result<RawKey> {
         match &self.held {
-            Some(Held::SubRegion(region)) => region.raw_key(),
-            _ => Err(WindowRule::NoRawKeys.refuse("raw key")),
+            Held::SubRegion(region) => region.raw_key(),
+            Held::Window(_) => Err(WindowRule::NoRawKeys.refuse("raw key")),
         }
     }
 
@@ -363,13 +362,12 @@ impl Grant {
     #[must_use]
     pub fn state(&self) -> WindowState {
         match &self.held {
-            Some(Held::Window(bound)) => self
+            Held::Window(bound) => self
                 .domain
                 .windows()
                 .and_then(|windows| windows.window_status(bound.window))
                 .map_or(WindowState::Invalid, |status| status.state),
-            Some(Held::SubRegion(_)) => WindowState::Valid,
-            None => WindowState::Invalid,
+            Held::SubRegion(_) => WindowState::Valid,
         }
     }
 
@@ -384,13 +382,12 @@ impl Grant {
     /// The driver's own error, with the grant.
     pub fn revoke(mut self) -> Result<(), Rejected<Self>> {
         let revoked = match &self.held {
-            None => Ok(()),
-            Some(Held::SubRegion(region)) => region.inner.close(),
-            Some(Held::Window(bound)) => self.revoke_window(bound),
+            Held::SubRegion(region) => region.inner.close(),
+            Held::Window(bound) => self.revoke_window(bound),
         };
         match revoked {
             Ok(()) => {
-                self.held = None;
+                self.revoked = true;
                 Ok(())
             }
             Err(error) => Err(Rejected::new(self, error)),
@@ -427,7 +424,8 @@ impl Drop for Grant {
     fn drop(&mut self) {
         // Unlike an invalidation, freeing the window does not wait for other requests. A sub-region
         // is closed when it is dropped.
-        if let Some(Held::Window(bound)) = &self.held
+        if let Held::Window(bound) = &self.held
+            && !self.revoked
             && self.domain.process.is_current()
         {
             free(&self.domain, bound.window);
@@ -438,9 +436,8 @@ impl Drop for Grant {
 impl fmt::Debug for Grant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let region = match &self.held {
-            Some(Held::Window(bound)) => Some(bound.region.range),
-            Some(Held::SubRegion(region)) => Some(region.range()),
-            None => None,
+            Held::Window(bound) => bound.region.range,
+            Held::SubRegion(region) => region.range(),
         };
         f.debug_struct("Grant")
             .field("kind", &self.kind())
