@@ -121,9 +121,15 @@ impl Monitor for Layered {
             Ok(caught) => Some(caught),
             Err(error) => {
                 self.uffd_refusals.fetch_add(1, Ordering::Relaxed);
-                let mut logged = self.logged.lock();
-                if !logged.contains(&error.kind()) {
-                    logged.push(error.kind());
+                // The lock is released before the event, because a tracing subscriber may map
+                // memory and register it.
+                let is_news = {
+                    let mut logged = self.logged.lock();
+                    let is_news = !logged.contains(&error.kind());
+                    logged.extend(is_news.then_some(error.kind()));
+                    is_news
+                };
+                if is_news {
                     tracing::warn!(
                         error = %error.full(),
                         "userfaultfd beneath memhooks does not watch a range: raw system calls on \
