@@ -2,7 +2,10 @@
 
 mod support;
 
-use std::time::{Duration, Instant};
+use std::{
+    panic::AssertUnwindSafe,
+    time::{Duration, Instant},
+};
 
 use hmem_core::{
     Address, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, iface::DmaBufMapping,
@@ -287,4 +290,30 @@ fn copy_without_a_device_side_is_refused() {
         assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
     }
     assert_eq!(to, [0; 64]);
+}
+
+#[test]
+fn forked_child_drops_the_iface_without_waiting_for_the_engine_thread() {
+    let simulated = simulated();
+    let allocation = device(&simulated, 64);
+    // SAFETY: the memory is freed after the copy.
+    let copy = unsafe { simulated.start_copy(at(&allocation, 32), at(&allocation, 0), 32) };
+    copy.expect("the thread starts").wait().expect("copied");
+    // SAFETY: the child only drops its copy of the iface, and exits.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0, "fork");
+    if pid == 0 {
+        // SAFETY: the calls end the child, after a minute in case of a deadlock, without running
+        // the parent's destructors.
+        unsafe {
+            libc::alarm(60);
+            let dropped = std::panic::catch_unwind(AssertUnwindSafe(|| drop(simulated)));
+            libc::_exit(i32::from(dropped.is_err()));
+        }
+    }
+    let mut status = -1;
+    // SAFETY: the call waits for the new child, and writes only `status`.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    assert_eq!(status, 0);
+    free(&simulated, &allocation).unwrap();
 }

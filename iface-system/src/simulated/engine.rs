@@ -6,13 +6,13 @@
 
 use std::{
     collections::VecDeque,
-    fmt,
+    fmt, mem,
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
-use hmem_core::{Error, ErrorKind, Result, iface::CopyEvent};
+use hmem_core::{Error, ErrorKind, ProcessMark, Result, iface::CopyEvent};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// The agent that runs asynchronous copies: a thread of the copy engine, or the application.
@@ -102,7 +102,9 @@ struct EngineState {
 /// The copy engine of one simulated iface.
 pub(crate) struct Engine {
     shared: Arc<EngineState>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    /// The engine's thread, and the process that started it. `None` until the first asynchronous
+    /// copy, and with [`Stepping::ByHand`].
+    thread: Mutex<Option<(ProcessMark, JoinHandle<()>)>>,
     stepping: Stepping,
     pace: Pace,
 }
@@ -159,12 +161,14 @@ impl Engine {
     fn start_thread(&self) -> Result<()> {
         let mut thread = self.thread.lock();
         if thread.is_none() {
+            let process = ProcessMark::current()?;
             let shared = Arc::clone(&self.shared);
             let run = move || shared.run();
             let spawned = thread::Builder::new().name("hmem-copy-engine".into()).spawn(run);
-            *thread = Some(spawned.map_err(|error| {
+            let spawned = spawned.map_err(|error| {
                 Error::new(ErrorKind::OutOfResources, "start copy engine").caused_by(error)
-            })?);
+            })?;
+            *thread = Some((process, spawned));
         }
         Ok(())
     }
@@ -182,11 +186,18 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        let thread = self.thread.get_mut().take();
+        if thread.as_ref().is_some_and(|(process, _)| !process.is_current()) {
+            // A forked child does not have the thread, which may have held the queue's lock at the
+            // fork.
+            mem::forget(thread);
+            return;
+        }
         self.shared.queue.lock().stop = true;
         self.shared.changed.notify_all();
         // A copy that runs on the engine's thread may drop the last reference to the iface. The
         // thread cannot join itself.
-        if let Some(thread) = self.thread.lock().take()
+        if let Some((_, thread)) = thread
             && thread.thread().id() != thread::current().id()
             && thread.join().is_err()
         {
@@ -230,7 +241,7 @@ impl EngineState {
     }
 
     fn cancel(&self) {
-        let copies = std::mem::take(&mut self.queue.lock().copies);
+        let copies = mem::take(&mut self.queue.lock().copies);
         for copy in copies {
             copy.done.finish(Err(Error::new(ErrorKind::Canceled, "copy")
                 .remedy("wait for copies before the iface is dropped")));
