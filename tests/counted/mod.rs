@@ -1,4 +1,4 @@
-//! A buffer whose memory increments a counter when it is freed.
+//! A buffer that calls a function when its memory is freed, for example to count.
 
 use std::sync::{
     Arc,
@@ -7,25 +7,35 @@ use std::sync::{
 
 use hmem::{Memory, Place};
 
-/// Heap buffer that increments a counter when its memory is freed after a registration.
+/// Heap buffer that calls a function when its memory is freed after a registration.
 pub(crate) struct Counted {
     bytes: Vec<u8>,
-    ends: Arc<AtomicUsize>,
+    at_end: AtEnd,
 }
+
+type AtEnd = Box<dyn Fn() + Send + Sync>;
 
 impl Counted {
     /// Allocates `len` zeroed bytes. Freeing them increments `ends` if they were registered.
     pub(crate) fn new(len: usize, ends: &Arc<AtomicUsize>) -> Self {
-        Self { bytes: vec![0; len], ends: Arc::clone(ends) }
+        let ends = Arc::clone(ends);
+        Self::calling(len, move || {
+            ends.fetch_add(1, Ordering::SeqCst);
+        })
+    }
+
+    /// Allocates `len` zeroed bytes. Freeing them calls `at_end` if they were registered.
+    pub(crate) fn calling(len: usize, at_end: impl Fn() + Send + Sync + 'static) -> Self {
+        Self { bytes: vec![0; len], at_end: Box::new(at_end) }
     }
 }
 
 /// The parts of a [`Counted`] while it is registered. Dropping them frees the memory.
-pub(crate) struct CountedParts(<Vec<u8> as Memory>::Parts, Arc<AtomicUsize>);
+pub(crate) struct CountedParts(<Vec<u8> as Memory>::Parts, AtEnd);
 
 impl Drop for CountedParts {
     fn drop(&mut self) {
-        self.1.fetch_add(1, Ordering::SeqCst);
+        (self.1)();
     }
 }
 
@@ -34,7 +44,7 @@ unsafe impl Memory for Counted {
     type Parts = CountedParts;
 
     fn into_parts(self) -> CountedParts {
-        CountedParts(Memory::into_parts(self.bytes), self.ends)
+        CountedParts(Memory::into_parts(self.bytes), self.at_end)
     }
 
     fn from_parts(_: CountedParts) -> Self {

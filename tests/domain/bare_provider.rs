@@ -3,12 +3,17 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
 };
 
 use hmem::{
     Access, AddressRange, AllocationKind, BindFlags, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    Error, ErrorKind, Hmem, Iova, LocalKey, MrFlags, MrMode, RawKey, RegionState, Request, Result,
+    Error, ErrorKind, Hmem, Iova, LocalKey, MrFlags, MrMode, Promise, Raw, RawKey, RegionState,
+    Request, Result, SparseRegion,
     iface::AllocRequest,
     loopback::Loopback,
     provider::{
@@ -16,12 +21,16 @@ use hmem::{
         Nic, Piece, Provider, ProviderAttr, ProviderDomain, ProviderRegion, Registration,
         Transport,
     },
-    system::{SIMULATED, Simulated},
+    system::{FreeDetection, SIMULATED, Simulated},
 };
 
 /// A provider over the software NIC that hides its optional traits (facets), except transfers.
 #[derive(Debug)]
-struct Bare(Loopback);
+struct Bare {
+    nic: Loopback,
+    /// True to panic in the next deregistration.
+    panics: Arc<AtomicBool>,
+}
 
 impl Provider for Bare {
     fn name(&self) -> &str {
@@ -29,16 +38,17 @@ impl Provider for Bare {
     }
 
     fn nics(&self) -> Result<Vec<ProviderAttr>> {
-        self.0.nics()
+        self.nic.nics()
     }
 
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
-        Ok(Arc::new(BareDomain(self.0.open_domain(request)?)))
+        let panics = Arc::clone(&self.panics);
+        Ok(Arc::new(BareDomain(self.nic.open_domain(request)?, panics)))
     }
 }
 
 #[derive(Debug)]
-struct BareDomain(Arc<dyn ProviderDomain>);
+struct BareDomain(Arc<dyn ProviderDomain>, Arc<AtomicBool>);
 
 // SAFETY: each call is forwarded to the software NIC's domain, which upholds the trait's contract.
 unsafe impl ProviderDomain for BareDomain {
@@ -57,6 +67,7 @@ unsafe impl ProviderDomain for BareDomain {
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
+        assert!(!self.1.swap(false, Ordering::SeqCst), "by the test");
         self.0.deregister(region)
     }
 
@@ -71,7 +82,8 @@ unsafe impl ProviderDomain for BareDomain {
 
 fn open(mode: MrMode) -> Domain {
     let nic = Loopback::builder().needs(mode).build().expect("a software NIC");
-    let hmem = Hmem::builder().without_vendor_ifaces().provider(Bare(nic)).build().expect("start");
+    let bare = Bare { nic, panics: Arc::default() };
+    let hmem = Hmem::builder().without_vendor_ifaces().provider(bare).build().expect("start");
     let attr = DomainAttr { mr_mode: mode, ..DomainAttr::default() };
     hmem.domain("bare", attr).expect("open a domain")
 }
@@ -134,6 +146,45 @@ fn disabled_region_is_enabled_without_the_facet() {
     assert_eq!(region.state(), RegionState::Disabled);
     region.enable().expect("it was usable all along");
     assert_eq!(region.state(), RegionState::Enabled);
+}
+
+/// LIFE-03
+#[test]
+fn sparse_region_keeps_withdrawing_after_its_provider_panicked() {
+    const STEP: u64 = 64 << 10;
+    let device = Simulated::builder().free_detection(FreeDetection::Callback);
+    let device = Arc::new(device.build().expect("a simulated device"));
+    let panics = Arc::<AtomicBool>::default();
+    let nic = Loopback::builder().build().expect("a software NIC");
+    let hmem = Hmem::builder()
+        .without_vendor_ifaces()
+        .shared_iface(Arc::clone(&device) as _)
+        .provider(Bare { nic, panics: Arc::clone(&panics) })
+        .build()
+        .expect("start");
+    let domain = hmem.domain("bare", DomainAttr::default()).expect("open a domain");
+    let addresses = device.reserve(2 * STEP).expect("reserve");
+    let mapped = [0, 1].map(|step| {
+        let range = addresses.slice(step * STEP, STEP).expect("inside");
+        device.map(range, DeviceId(0)).expect("map")
+    });
+    // SAFETY: no reference to the memory exists, and registrations keep it allocated.
+    let memory = unsafe { Raw::new(addresses, Promise::ReadWrite) };
+    let region = SparseRegion::new(&[&domain], memory, Access::REMOTE_READ).expect("a region");
+    region.refresh().expect("refresh");
+    let mut updates = region.subscribe();
+    assert!(updates.next().is_some() && domain.live().regions == 2);
+    panics.store(true, Ordering::SeqCst);
+    for allocation in &mapped {
+        // SAFETY: only registrations use the memory, and they keep it.
+        unsafe { device.free(allocation) }.expect("unmap");
+        // The region's thread publishes a generation without the part.
+        updates.wait(Duration::from_secs(60)).expect("a new generation");
+        let left = region.parts().len();
+        assert!(!panics.load(Ordering::SeqCst), "the first deregistration panicked; left: {left}");
+    }
+    assert_eq!((region.parts().len(), domain.live().regions), (0, 0), "the first was retried");
+    assert_eq!(device.stats().subscriptions, 0);
 }
 
 /// A provider that only registers, for requests that other code posts. It records the ranges that a

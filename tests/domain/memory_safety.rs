@@ -7,22 +7,24 @@ use std::{
         Arc, Barrier,
         atomic::{AtomicUsize, Ordering},
     },
+    thread,
     time::Duration,
 };
 
-use crate::counted::Counted;
+use crate::{counted::Counted, link};
 use hmem::{
-    Access, AllocationKind, Batch, Decision, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    DomainBindFlags, Error, ErrorKind, Hmem, Iface, Memory, MrFlags, MrMode, Regions, Registry,
-    Rejected, Request, Result,
+    Access, Addressing, AllocationKind, Batch, CacheAttr, Decision, DeviceBuffer, DeviceId, Domain,
+    DomainAttr, DomainBindFlags, Error, ErrorKind, Hmem, Iface, Memory, MrFlags, MrMode, Regions,
+    Registry, Rejected, Request, Result, Type2Bind, Type2Kind,
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::Loopback,
     p2p::path::DefaultPathSelector,
     path::{PathRegistration, PathSelector, Target},
-    provider::Nic,
+    provider::{Nic, WindowState},
     system::{Simulated, System},
 };
+use hmem_conformance::link::eventually;
 use tracing::{Event, Metadata, Subscriber, span};
 
 const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
@@ -365,4 +367,86 @@ fn page_size_must_exist_on_both_system_and_nic() {
         let error = register(nic, asked).expect_err("one of them lacks it");
         assert_eq!(error.kind(), ErrorKind::BadPageSize, "{nic:?}, {asked}: {error}");
     }
+}
+
+/// Runs `uses` on a thread of its own, and panics if it hangs.
+fn in_time(uses: impl FnOnce() + Send + 'static) {
+    let thread = thread::spawn(uses);
+    eventually("the end of the calls", || thread.is_finished());
+    thread.join().expect("no panic");
+}
+
+#[test]
+fn owner_of_memory_may_use_the_window_whose_binding_ends() {
+    const WINDOWED: Access = REMOTE.union(Access::MW_BIND);
+    let ends = Arc::new(AtomicUsize::new(0));
+    let seen = Arc::clone(&ends);
+    in_time(move || {
+        let domain = domain(&hmem(&simulated()));
+        let window = Arc::new(domain.alloc_type_1_window().expect("a window"));
+        let register = || {
+            let (window, ends) = (Arc::downgrade(&window), Arc::clone(&ends));
+            let memory = Counted::calling(64, move || {
+                drop(window.upgrade().map(|window| window.key()));
+                ends.fetch_add(1, Ordering::SeqCst);
+            });
+            domain.register(memory, WINDOWED).expect("registers")
+        };
+        // The binding is the last owner of the first region, and then of the second.
+        window.bind(&register(), 0, 8, REMOTE).expect("binds");
+        window.bind(&register(), 0, 8, REMOTE).expect("binds");
+        assert_eq!(ends.load(Ordering::SeqCst), 1);
+        window.unbind().expect("unbinds");
+        assert_eq!((domain.live().regions, domain.live().windows), (0, 1));
+    });
+    assert_eq!(seen.load(Ordering::SeqCst), 2);
+}
+
+#[test]
+fn owner_of_memory_may_use_the_type_2_window_whose_binding_ends() {
+    let ends = Arc::new(AtomicUsize::new(0));
+    let seen = Arc::clone(&ends);
+    in_time(move || {
+        let link = link::plain();
+        let domain = &link.target.domain;
+        let window = Arc::new(domain.alloc_type_2_window(Type2Kind::B).expect("a window"));
+        let (its, ends) = (Arc::downgrade(&window), Arc::clone(&ends));
+        let memory = Counted::calling(64, move || {
+            drop(its.upgrade().map(|window| window.state()));
+            ends.fetch_add(1, Ordering::SeqCst);
+        });
+        let region = domain.register(memory, REMOTE | Access::MW_BIND).expect("registers");
+        let (access, addressing) = (REMOTE, Addressing::Virtual);
+        let bind = Type2Bind { region: &region, offset: 0, len: 8, access, addressing, tag: 1 };
+        window.post_bind(&link.target.endpoint, &bind, 1).expect("posts");
+        link.received().result.expect("binds");
+        drop(region);
+        window.post_invalidate(&link.target.endpoint, 2).expect("posts");
+        link.received().result.expect("invalidates");
+        assert_eq!(window.state(), WindowState::Free);
+    });
+    assert_eq!(seen.load(Ordering::SeqCst), 1);
+}
+
+/// CACHE-08
+#[test]
+fn memory_of_a_cached_region_is_freed_after_its_last_sub_region() {
+    let domain = {
+        let cache = Some(CacheAttr::default());
+        let attr = DomainAttr { cache, ..attr() };
+        hmem(&simulated()).domain("loopback", attr).expect("a domain")
+    };
+    let cache = domain.cache().expect("a cache");
+    let ends = Arc::new(AtomicUsize::new(0));
+    let buffer = cache.own(Counted::new(64, &ends)).map_err(Error::from).expect("owns");
+    let region = buffer.get(0, 64, REMOTE).expect("registers");
+    let sub = region.sub(region.range(), REMOTE, None).expect("a sub-region");
+    drop(region);
+    drop(buffer);
+    eventually("a refusal", || cache.statistics().deregister_failed == 1);
+    assert_eq!(ends.load(Ordering::SeqCst), 0, "the sub-region uses the memory");
+    // Nothing calls the cache from here on.
+    drop(sub);
+    eventually("the end of the memory", || ends.load(Ordering::SeqCst) == 1);
+    assert_eq!(domain.live().regions, 0);
 }

@@ -273,6 +273,20 @@ fn registration_that_a_driver_does_not_close_is_retried_and_never_published() {
 
 /// LIFE-03
 #[test]
+fn region_dropped_while_a_driver_refuses_to_close_its_parts_leaves_no_subscription() {
+    let world = World::new(FreeDetection::Callback, 1);
+    let region = world.region(&NICS);
+    world.map(0, 0);
+    region.refresh().expect("refresh");
+    assert_eq!(world.device.stats().subscriptions, 1);
+    world.faults.fail_always(NicCall::Deregister, Errno(16));
+    drop(region);
+    assert_eq!(world.device.stats().subscriptions, 0);
+    world.faults.clear();
+}
+
+/// LIFE-03
+#[test]
 fn device_that_is_lost_has_no_parts() {
     let world = World::new(FreeDetection::Identity, 2);
     let region = world.region(&NICS);
