@@ -12,8 +12,8 @@ use std::{
 
 use hmem::{
     Access, AddressRange, AllocationKind, BindFlags, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    Error, ErrorKind, Hmem, Iova, LocalKey, MrFlags, MrMode, Promise, Raw, RawKey, RegionState,
-    Request, Result, SparseRegion,
+    Error, ErrorKind, Hmem, IfaceExt, Iova, LocalKey, MrFlags, MrMode, Promise, Raw, RawKey,
+    RegionState, Request, Result, SparseRegion,
     iface::AllocRequest,
     loopback::Loopback,
     provider::{

@@ -412,7 +412,7 @@ fn owner_of_memory_may_use_the_type_2_window_whose_binding_ends() {
         let window = Arc::new(domain.alloc_type_2_window(Type2Kind::B).expect("a window"));
         let (its, ends) = (Arc::downgrade(&window), Arc::clone(&ends));
         let memory = Counted::calling(64, move || {
-            drop(its.upgrade().map(|window| window.state()));
+            assert_ne!(its.upgrade().map(|window| window.state()), Some(WindowState::Valid));
             ends.fetch_add(1, Ordering::SeqCst);
         });
         let region = domain.register(memory, REMOTE | Access::MW_BIND).expect("registers");

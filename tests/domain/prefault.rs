@@ -81,7 +81,7 @@ fn registering_prefaults_on_request_and_reports_progress() {
 
 /// MR-16
 ///
-/// The limit of the address space leaves no room for the stack of a thread.
+/// The child has a limit of no further process, which binds every user but root.
 #[test]
 fn prefault_succeeds_if_no_further_thread_can_start() {
     let pages = HostPages::new(64 << 20);
@@ -89,16 +89,16 @@ fn prefault_succeeds_if_no_further_thread_can_start() {
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0, "fork");
     if pid == 0 {
-        // SAFETY: the call only sets a timer, which kills the child in case of a deadlock.
-        unsafe { libc::alarm(60) };
         let populated = catch_unwind(AssertUnwindSafe(|| {
-            let limit = Rlimit { current: Some(1 << 20), ..getrlimit(Resource::As) };
-            setrlimit(Resource::As, limit).expect("a lower limit");
-            // The stacks of threads that ended may be used again, so this uses them up.
-            let parked = || loop {
-                thread::park();
+            // SAFETY: the calls only set a timer, which kills the child in case of a deadlock, and
+            // change the user of the child.
+            let is_user = unsafe {
+                libc::alarm(60);
+                libc::geteuid() != 0 || libc::setresuid(65534, 65534, 65534) == 0
             };
-            while thread::Builder::new().spawn(parked).is_ok() {}
+            let limit = Rlimit { current: Some(0), ..getrlimit(Resource::Nproc) };
+            setrlimit(Resource::Nproc, limit).expect("a lower limit");
+            assert!(is_user && thread::Builder::new().spawn(|| ()).is_err(), "no limit");
             prefault(pages.range(), true, &Prefault { threads: 2, progress: None }).is_ok()
         }));
         // SAFETY: the call ends the child without running the parent's destructors.
