@@ -70,47 +70,6 @@ fn region_closed_before_its_registration_keeps_nothing_busy() {
     }
 }
 
-/// EVT-03
-#[test]
-fn closed_pending_registration_is_canceled() {
-    let faults = Faults::new();
-    let hmem = hmem(&faults);
-    let domain = domain(&hmem);
-    let events = Arc::new(EventQueue::new());
-    domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
-    let gate = faults.hold(NicCall::Register);
-    let first = domain.register(vec![0u8; 64], Access::REMOTE_READ).expect("a sound request");
-    gate.wait_held();
-    let second = domain.register(vec![0u8; 64], Access::REMOTE_READ).expect("a sound request");
-    let id = second.id();
-    second.close().expect("it was not begun");
-    let event = events.read().expect("the cancellation is there at once");
-    assert_eq!((Some(event.region), event.result.unwrap_err().kind()), (id, ErrorKind::Canceled));
-    gate.release();
-    assert!(events.wait(Duration::from_secs(60)).expect("the first ends").result.is_ok());
-    assert_eq!(domain.live().regions, 1);
-    first.close().expect("nothing depends on it");
-}
-
-/// MR-04
-///
-/// Covers also a range that begins in device memory and ends after the allocation.
-#[test]
-fn range_from_host_into_device_memory_is_refused() {
-    let hmem = hmem(&Faults::new());
-    let domain = domain(&hmem);
-    let buffer = device_buffer(&hmem);
-    let start = buffer.allocation().base().0;
-    for (start, len) in [(start - 4096, 8192), (start + 4096, 8192)] {
-        let range = AddressRange::new(Address(start), len).expect("in the address space");
-        // SAFETY: the registration must be refused.
-        let memory = unsafe { Raw::new(range, Promise::ReadOnly) };
-        let error = domain.register(memory, Access::REMOTE_READ).unwrap_err().error;
-        assert_eq!(error.kind(), ErrorKind::OutOfBounds, "{error}");
-    }
-    assert_eq!(domain.live().regions, 0);
-}
-
 #[test]
 fn parts_of_a_buffer_are_copied_within_their_bounds_only() {
     let hmem = hmem(&Faults::new());
@@ -125,32 +84,6 @@ fn parts_of_a_buffer_are_copied_within_their_bounds_only() {
         }
     }
     assert_eq!((out, region.close().expect("closes")), ([1; 4], vec![1; 8]));
-}
-
-/// MW-07
-#[test]
-fn window_requests_go_to_endpoints_of_the_windows_own_domain() {
-    let hmem = hmem(&Faults::new());
-    let (ours, theirs) = (domain(&hmem), domain(&hmem));
-    let endpoint = |domain: &Domain| {
-        let cq = domain.open_cq(8).expect("a queue");
-        domain.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint")
-    };
-    let (at_home, abroad) = (endpoint(&ours), endpoint(&theirs));
-    let region =
-        ours.register(vec![0u8; 4096], Access::REMOTE_WRITE | Access::MW_BIND).expect("registers");
-    let window = ours.alloc_type_2_window(Type2Kind::B).expect("the loopback has them");
-    let bind = |endpoint| {
-        let (addressing, access) = (Addressing::ZeroBased, Access::REMOTE_WRITE);
-        let region = &region;
-        let bind = Type2Bind { region, offset: 0, len: 64, access, addressing, tag: 1 };
-        window.post_bind(endpoint, &bind, 0)
-    };
-    assert_eq!(bind(&abroad).unwrap_err().kind(), ErrorKind::InvalidArgument);
-    assert_eq!(window.post_invalidate(&abroad, 0).unwrap_err().kind(), ErrorKind::InvalidArgument);
-    assert!(window.key().is_none());
-    bind(&at_home).expect("its own domain");
-    assert!(window.key().is_some());
 }
 
 /// Domain, region and window of the tests of requests that fail after they were posted, and two

@@ -12,17 +12,15 @@ use std::{
 };
 
 use hmem::{
-    Access, Address, AddressRange, Addressing, AllocationKind, AuthKey, Batch, CacheAttr,
-    DeviceBuffer, DeviceId, DmaBuf, DmaBufOffset, Domain, DomainAttr, Endpoint, Errno, Error,
-    ErrorKind, Growth, Hmem, Iface, IfaceExt, IfaceKind, Iova, LocalKey, Memory, MrFlags, MrMode,
-    Parallel, Promise, Raw, RawKey, Rejected, RemoteKey, Request, Result, Type2Bind, Type2Kind,
+    Access, Address, AddressRange, Addressing, AllocationKind, Batch, CacheAttr, DeviceBuffer,
+    DeviceId, DmaBuf, DmaBufOffset, Domain, DomainAttr, Endpoint, Errno, Error, ErrorKind, Hmem,
+    Iface, IfaceExt, Iova, LocalKey, MrFlags, MrMode, Parallel, Promise, Raw, RawKey, Rejected,
+    RemoteKey, Request, Result, Type2Bind, Type2Kind,
     event_queue::EventQueue,
     fabric::{self, MrAttr},
     iface::{AllocRequest, DmaBufMapping},
     loopback::{Builder, Faults, Loopback, NicCall},
-    provider::{
-        EndpointAttr, Imports, ProviderRegion, Registration, WindowBind, WindowRule, WindowType,
-    },
+    provider::{EndpointAttr, Imports, ProviderRegion, WindowBind, WindowRule, WindowType},
     system::{SIMULATED, Simulated},
     transfer::{LocalSegment, Operation, PeerId, RemoteSegment, WorkRequest},
 };
@@ -175,14 +173,6 @@ fn memory_that_is_promised_for_reading_gets_no_right_to_write() {
 }
 
 #[test]
-fn page_size_is_one_of_machine_and_nic() {
-    let world = World::with(MrMode::empty(), |nic| nic.page_sizes([PAGE, 12288]));
-    for size in [1, 12288, 2 * PAGE] {
-        world.refuses_page(ErrorKind::BadPageSize, READ, |request| request.page_size(size));
-    }
-}
-
-#[test]
 fn parts_of_a_parallel_registration_have_a_page_or_more() {
     let parallel = Parallel { chunk: 100, ..Parallel::default() };
     World::new()
@@ -192,11 +182,6 @@ fn parts_of_a_parallel_registration_have_a_page_or_more() {
 #[test]
 fn provider_knows_the_extension() {
     World::new().refuses_page(ErrorKind::Unsupported, READ, |request| request.extension("mine"));
-}
-
-#[test]
-fn number_that_means_no_key_is_not_requested() {
-    World::new().refuses_page(ErrorKind::KeyRejected, READ, |request| request.key(u64::MAX));
 }
 
 #[test]
@@ -291,33 +276,6 @@ fn dma_buf_ends_in_the_address_space() {
 }
 
 #[test]
-fn owner_is_the_one_that_the_request_names() {
-    let world = World::new();
-    world.refuses_page(ErrorKind::InvalidArgument, READ, |request| request.owner(SIMULATED, None));
-    world.refuses_page(ErrorKind::InvalidArgument, READ, |request| {
-        request.flags(MrFlags::HMEM_DEVICE_ONLY)
-    });
-    let buffer = world.device_buffer();
-    let memory = raw(buffer.range(), Promise::ReadWrite);
-    for (iface, device) in
-        [(IfaceKind::SYSTEM, None), (SIMULATED, Some(DeviceId(1))), (SIMULATED, Some(DeviceId(9)))]
-    {
-        let request = Request::new(memory, READ).owner(iface, device);
-        world.refuses(ErrorKind::InvalidArgument, || Ok(world.domain.submit(request)?));
-        let cache = world.domain.cache().expect("a cache");
-        world.refuses(ErrorKind::InvalidArgument, || {
-            cache.get_of(memory, READ, iface, device).map(drop)
-        });
-    }
-    let region = world.domain.register(memory, READ).expect("registers");
-    let attr =
-        MrAttr { iface: Some(IfaceKind::SYSTEM), ..MrAttr::new((&*region, region.range()), READ) };
-    world.refuses(ErrorKind::InvalidArgument, || {
-        fabric::regattr(&world.domain, &attr, MrFlags::empty())
-    });
-}
-
-#[test]
 fn ranges_of_a_region_have_one_owner() {
     let world = World::new();
     let (host, buffer) = (vec![0_u8; PAGE], world.device_buffer());
@@ -327,19 +285,6 @@ fn ranges_of_a_region_have_one_owner() {
     let request = AllocRequest { len: PAGE as u64, device: DeviceId(1), kind };
     let other = DeviceBuffer::allocate(world.device(), &request).expect("device memory");
     refuses_ranges(&world, ErrorKind::InvalidArgument, &[buffer.range(), other.range()]);
-}
-
-#[test]
-fn iface_of_a_buffer_is_one_of_the_domain() {
-    let (world, other) = (World::new(), World::new());
-    let buffer = other.device_buffer();
-    let range = buffer.range();
-    world.refuses(ErrorKind::InvalidArgument, || {
-        world.domain.register(buffer, READ).map_err(|Rejected { value, error }| {
-            assert_eq!(value.range(), range);
-            error
-        })
-    });
 }
 
 #[test]
@@ -366,13 +311,6 @@ fn key_is_unused_and_fits_the_nic() {
 }
 
 #[test]
-fn pages_are_present_in_allocated_mode() {
-    let world = World::with(MrMode::ALLOCATED, |nic| nic);
-    let memory = raw(pages(1), Promise::ReadWrite);
-    world.refuses(ErrorKind::BadAddress, || Ok(world.domain.register(memory, READ)?));
-}
-
-#[test]
 fn nic_has_room_for_the_region() {
     let world = World::with(MrMode::empty(), |nic| nic.max_mr_count(1));
     let _first = world.domain.register(vec![0_u8; 64], READ).expect("registers");
@@ -380,22 +318,6 @@ fn nic_has_room_for_the_region() {
 }
 
 // Sub-regions.
-
-#[test]
-fn part_lies_in_a_registered_region_of_the_domain() {
-    let world = World::new();
-    let region = world.domain.register(vec![0_u8; 2 * PAGE], READ).expect("registers");
-    let all = region.range();
-    let outside = AddressRange::new(all.start(), all.len() + 1).expect("a range");
-    world.refuses(ErrorKind::OutOfBounds, || region.sub(outside, READ, None));
-    let other = World::open(&world.hmem, MrMode::empty());
-    let attr = MrAttr::new((&*region, all), READ);
-    world.refuses(ErrorKind::InvalidArgument, || fabric::regattr(&other, &attr, MrFlags::empty()));
-    let sized = MrAttr { page_size: PAGE, ..attr };
-    world.refuses(ErrorKind::BadPageSize, || {
-        fabric::regattr(&world.domain, &sized, MrFlags::empty())
-    });
-}
 
 #[test]
 fn base_of_a_part_is_registered() {
@@ -421,28 +343,6 @@ fn part_lets_the_nic_write_only_if_its_region_does() {
         assert_eq!(error.operation(), "sub");
         assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("RECV")), "{error}");
     }
-}
-
-#[test]
-fn sub_region_facet_refuses_what_its_base_does_not_cover() {
-    let world = World::new();
-    let region = world.domain.register(vec![0_u8; 64], READ).expect("registers");
-    let base = world.handle(region.desc().expect("a descriptor"));
-    let facet = world.domain.provider_domain().sub_regions().expect("the facet");
-    let ranges = [region.range()];
-    let auth_key = AuthKey::default();
-    for (kind, access, offset, len) in [
-        (ErrorKind::ZeroLength, READ, 0, 0),
-        (ErrorKind::OutOfBounds, READ, 60, 5),
-        (ErrorKind::OutOfBounds, READ, u64::MAX, 2),
-        (ErrorKind::AccessDenied, WRITE, 0, 8),
-    ] {
-        let request = Registration::new(&ranges, access, &auth_key);
-        world.refuses(kind, || facet.register_sub(base, &request, offset, len));
-    }
-    let none = ProviderRegion { token: u64::MAX, ..base };
-    let request = Registration::new(&ranges, READ, &auth_key);
-    world.refuses(ErrorKind::NoRegion, || facet.register_sub(none, &request, 0, 8));
 }
 
 // Windows.
@@ -491,18 +391,6 @@ fn window_is_bound_within_the_rights_and_bytes_of_its_region() {
 }
 
 #[test]
-fn window_is_bound_to_a_byte_or_unbound_by_its_own_call() {
-    let world = World::new();
-    let region = world.domain.register(vec![0_u8; 64], WINDOWED).expect("registers");
-    let window = world.domain.alloc_type_1_window().expect("a window");
-    world.refuses(ErrorKind::ZeroLength, || window.bind(&region, 0, 0, READ));
-    let error = world.refuses(ErrorKind::BadState, || window.unbind());
-    assert_rule(&error, WindowRule::UnbindsWhenBound);
-    let endpoint = world.endpoint();
-    world.refuses(ErrorKind::ZeroLength, || region.grant(&endpoint, 8..8, READ));
-}
-
-#[test]
 fn windows_facet_keeps_the_states_of_a_window() {
     let world = World::new();
     let region = world.domain.register(vec![0_u8; 64], WINDOWED).expect("registers");
@@ -537,16 +425,11 @@ fn windows_facet_keeps_the_states_of_a_window() {
 }
 
 #[test]
-fn raw_mode_has_no_windows() {
-    let world = World::with(MrMode::RAW, |nic| nic);
-    let error = world.refuses(ErrorKind::Unsupported, || world.domain.alloc_type_1_window());
-    assert_rule(&error, WindowRule::NoRawKeys);
-}
-
-#[test]
 fn window_and_endpoint_are_of_one_domain() {
-    let (world, other) = (World::new(), World::new());
-    let endpoint = other.endpoint();
+    let world = World::new();
+    let other = World::open(&world.hmem, MrMode::empty());
+    let queue = other.open_cq(8).expect("a queue");
+    let endpoint = other.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
     let region = world.domain.register(vec![0_u8; 64], WINDOWED).expect("registers");
     let window = world.domain.alloc_type_2_window(Type2Kind::A).expect("a window");
     let (access, addressing) = (READ, Addressing::Virtual);
@@ -558,97 +441,7 @@ fn window_and_endpoint_are_of_one_domain() {
     ] {
         assert_rule(&error, WindowRule::SameDomain);
     }
-}
-
-#[test]
-fn region_with_a_part_or_a_bound_window_is_busy() {
-    let world = World::new();
-    let region = world.domain.register(vec![0_u8; 64], WINDOWED).expect("registers");
-    let handle = world.handle(region.desc().expect("a descriptor"));
-    let part = region.sub(region.range(), READ, None).expect("a part");
-    world.refuses(ErrorKind::Busy, || world.domain.provider_domain().deregister(handle));
-    part.close().expect("closes");
-    let window = world.domain.alloc_type_1_window().expect("a window");
-    window.bind(&region, 0, 8, READ).expect("binds");
-    world.refuses(ErrorKind::Busy, || world.domain.provider_domain().deregister(handle));
-    let Rejected { value: region, error } = region.close().expect_err("a window is bound");
-    assert_eq!(error.kind(), ErrorKind::Busy);
-    window.unbind().expect("unbinds");
-    assert_eq!(region.close().expect("closes"), [0; 64]);
-}
-
-// Batches.
-
-/// Asserts that a batch is refused with `kind`, registers nothing, and returns its memories.
-#[track_caller]
-fn refuses_batch<M: Memory>(domains: &[&Domain], kind: ErrorKind, batch: Batch<'_, M>) -> Vec<M> {
-    let live = || domains.iter().map(|domain| domain.live()).collect::<Vec<_>>();
-    let before = live();
-    let Rejected { value, error } = batch.register().expect_err("a rule is broken");
-    assert_eq!(error.kind(), kind, "{error}");
-    assert_eq!(live(), before, "{error}");
-    value.close().expect("nothing is registered")
-}
-
-#[test]
-fn batch_is_for_domains_of_one_library() {
-    let (world, other) = (World::new(), World::new());
-    let request = || Request::new(vec![7_u8; 64], READ);
-    let nics = [&world.domain, &other.domain];
-    let memories =
-        refuses_batch(&nics, ErrorKind::InvalidArgument, Batch::on(&nics).add(request()));
-    assert_eq!(memories, [vec![7; 64]]);
-    refuses_batch(&nics, ErrorKind::InvalidArgument, Batch::on(&[]).add(request()));
-}
-
-#[test]
-fn view_lies_in_its_memory() {
-    let world = World::new();
-    let nics = [&world.domain];
-    #[allow(clippy::reversed_empty_ranges, reason = "a range that a caller got wrong")]
-    for part in [60..65, 65..66, 9..8, 0..u64::MAX] {
-        let batch = Batch::on(&nics).add_views(vec![7_u8; 64], [(0..8, READ), (part, READ)]);
-        let memories = refuses_batch(&nics, ErrorKind::OutOfBounds, batch);
-        assert_eq!(memories, [vec![7; 64]]);
-    }
-    let buffer = world.device_buffer();
-    let dma_buf = world.dma_buf(&buffer);
-    let part = 0..dma_buf.len + 1;
-    // SAFETY: the request is refused.
-    let memory = unsafe { Raw::new(dma_buf, Promise::ReadWrite) };
-    let batch = Batch::on(&nics).add_views(memory, [(part, READ)]);
-    refuses_batch(&nics, ErrorKind::OutOfBounds, batch);
-}
-
-#[test]
-fn growth_needs_the_promise_for_the_allocation() {
-    let world = World::new();
-    let buffer = world.device_buffer();
-    let page = buffer.range().slice(0, PAGE as u64).expect("a page");
-    for promise in [Promise::ReadOnly, Promise::ReadWrite] {
-        let request = Request::new(raw(page, promise), READ);
-        let batch = Batch::on(&[&world.domain]).grow(Growth::Allocation).add(request).register();
-        let Rejected { value, error } = batch.expect_err("the promise is too weak");
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-        assert!(value.regions().is_empty());
-    }
-    assert_eq!(world.domain.live().regions, 0);
-}
-
-#[test]
-fn batch_that_fails_on_one_nic_registers_nothing() {
-    let faults = Faults::new();
-    let world = World::with(MrMode::empty(), |nic| nic.faults(&faults));
-    let second = World::open(&world.hmem, MrMode::empty());
-    let nics = [&world.domain, &second];
-    for call in 1..=4 {
-        faults.fail_nth(NicCall::Register, call, Errno(12));
-        let batch = Batch::on(&nics)
-            .add(Request::new(vec![1_u8; 64], READ))
-            .add(Request::new(vec![2_u8; 64], READ));
-        let memories = refuses_batch(&nics, ErrorKind::OutOfResources, batch);
-        assert_eq!(memories, [vec![1; 64], vec![2; 64]]);
-    }
+    assert!(window.key().is_none());
 }
 
 // Keys and transfers.
@@ -707,37 +500,6 @@ fn transfer_names_live_descriptors_and_equal_lengths() {
     let request = WorkRequest { operation, local: &[closed], peer, context: 1 };
     // SAFETY: the segment has a descriptor, which the provider refuses.
     world.refuses(ErrorKind::NoRegion, || unsafe { endpoint.post(&request) });
-}
-
-#[test]
-fn transfer_stays_within_rights_and_bytes_of_the_key() {
-    let world = World::new();
-    let queue = world.domain.open_cq(8).expect("a queue");
-    let endpoint = world.domain.open_endpoint(&EndpointAttr::new(&queue)).expect("an endpoint");
-    let peer = endpoint.resolve(&endpoint.name()).expect("itself");
-    let local = world.domain.register(vec![1_u8; 64], Access::all()).expect("registers");
-    let target = world.domain.register(vec![0_u8; 64], READ).expect("registers");
-    let key = target.key().expect("a key");
-    let gone = {
-        let region = world.domain.register(vec![0_u8; 64], WRITE).expect("registers");
-        region.key().expect("a key")
-    };
-    let slice = local.slice(0, 8).expect("inside");
-    let end = |transfer: &dyn Fn() -> Result<()>| {
-        transfer().expect("posts");
-        let mut done = Vec::new();
-        while queue.read(&mut done, 1).expect("reads") == 0 {
-            std::thread::yield_now();
-        }
-        done[0].result.as_ref().map(drop).expect_err("a rule is broken").kind()
-    };
-    let segment = |address, key| [RemoteSegment { address: Iova(address), len: 8, key }];
-    let write = |address, key| end(&|| endpoint.write(&[slice], &segment(address, key), peer, 1));
-    assert_eq!(write(key.base().0, &key), ErrorKind::AccessDenied);
-    assert_eq!(write(gone.base().0, &gone), ErrorKind::InvalidKey);
-    let read = end(&|| endpoint.read(&[slice], &segment(key.base().0 + 60, &key), peer, 1));
-    assert_eq!(read, ErrorKind::OutOfBounds);
-    assert_eq!(target.close().expect("closes"), [0; 64]);
 }
 
 // The page.
