@@ -6,25 +6,19 @@ use std::{collections::BTreeSet, process::Command};
 use crate::link::not_over_a_gpu;
 
 /// Tests that do not run over a GPU, since they need the controls of the fake driver.
-const NOT_OVER_A_GPU: [&str; 15] = [
-    "causes::refusal_under_an_existing_pcie_mapping_has_its_own_cause",
-    "causes::each_cuda_cause_is_named_by_a_registration",
+const NOT_OVER_A_GPU: [&str; 9] = [
     "contexts::registration_in_the_applications_context_creates_no_other",
     "inbound::completion_follows_a_flush_in_the_memorys_context",
-    "inbound::transfers_call_no_driver_function_where_the_domain_forbids_it",
     "mapped::mapped_memory_without_a_handle_is_uncached_with_the_reason",
     "mapped::peer_memory_of_mapped_memory_is_a_hit_with_hooks_alone",
     "mapped::shorter_mapping_of_the_same_handle_is_never_a_hit",
     "mapped::unmapped_memory_is_freed_when_its_registration_leaves_the_cache",
     "paths::handles_refused_as_one_dma_buf_are_exported_one_by_one",
-    "paths::pcie_mapping_is_tried_before_the_default_mapping",
-    "paths::refused_export_does_not_change_the_path_of_other_buffers",
-    "paths::decision_names_call_error_cause_and_remedy",
     "reuse::region_that_outlives_its_memory_reaches_no_new_memory",
     "sparse::peer_memory_that_no_hook_watches_is_refused",
 ];
 /// Tests that need two GPUs, or GPUs that export dma-bufs. They are skipped elsewhere.
-const NEED_TWO_GPUS_OR_DMA_BUFS: [&str; 9] = [
+const NEED_TWO_GPUS_OR_DMA_BUFS: [&str; 8] = [
     "cache::free_on_one_device_keeps_the_entry_of_the_other",
     "cache::concurrent_reuse_of_addresses_is_never_a_stale_hit",
     "paths::reach_check_transfers_a_page_of_device_memory",
@@ -33,7 +27,6 @@ const NEED_TWO_GPUS_OR_DMA_BUFS: [&str; 9] = [
     "paths::range_with_an_unexportable_segment_names_it",
     "paths::each_kind_of_memory_moves_its_bytes_by_its_own_path",
     "paths::export_is_tried_for_memory_other_than_vmm",
-    "reuse::registration_after_reallocation_reaches_the_new_bytes",
 ];
 
 /// Runs this program's tests in GPU mode over the fake driver's library, configured by `driver`.

@@ -1,6 +1,5 @@
 //! Inbound writes are flushed in the context of the written memory before their completion is read.
 
-use hmem::Access;
 use hmem_fake_cuda::Profile;
 
 use crate::link::{Link, check, not_over_a_gpu, pattern};
@@ -27,32 +26,4 @@ fn completion_follows_a_flush_in_the_memorys_context() {
     check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
     link.domain.flush_inbound().expect("nothing is left to flush");
     assert_eq!((link.driver.flushed(), link.driver.undefined_calls()), (vec![], 0));
-}
-
-/// The setting is `FI_OPT_CUDA_API_PERMITTED` of libfabric. Without the setting, a read of a
-/// completion queue would flush the device.
-#[test]
-fn transfers_call_no_driver_function_where_the_domain_forbids_it() {
-    if not_over_a_gpu("only the fake driver counts its calls") {
-        return;
-    }
-    let link =
-        Link::without_calls_in_transfers(Profile { writes_ordering: 0, ..Profile::default() });
-    let (context, range) = link.own_context();
-    let region = link.expose(range).expect("registered");
-    let key = region.key().expect("key");
-    let bytes = pattern(1, 100);
-    let host = link.domain.register(bytes.clone(), Access::READ | Access::WRITE).expect("host");
-    let slice = host.slice(0, 100).expect("all of it");
-    let before = link.driver.all_calls();
-    link.write(slice, key.slice(50, 100).expect("inside")).expect("write");
-    link.read(slice, key.slice(50, 100).expect("inside")).expect("read");
-    assert_eq!(link.driver.all_calls(), before);
-    assert_eq!(host.close().map_err(hmem::Error::from).expect("close"), bytes);
-    link.domain.flush_inbound().expect("flush");
-    assert_eq!(link.driver.flushed(), [context], "the application flushes");
-    region.close().map_err(hmem::Error::from).expect("close");
-    // SAFETY: `own_context` above made the context, and the region is closed.
-    check(unsafe { hmem_fake_cuda::cuCtxDestroy_v2(context) });
-    assert_eq!(link.driver.undefined_calls(), 0);
 }

@@ -117,12 +117,6 @@ impl Link {
         Self::new(profile, IMPORTS, CudaMonitorKind::Auto, attr)
     }
 
-    /// Opens a link whose transfers may not call the driver.
-    pub(crate) fn without_calls_in_transfers(profile: Profile) -> Self {
-        let attr = DomainAttr { driver_calls_in_transfers: false, ..DomainAttr::default() };
-        Self::new(profile, IMPORTS, CudaMonitorKind::Auto, attr)
-    }
-
     /// Opens a link with a registration cache that uses this monitor.
     pub(crate) fn cached(
         profile: Profile,

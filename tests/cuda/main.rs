@@ -4,7 +4,6 @@
 #![allow(unsafe_code)]
 
 mod cache;
-mod causes;
 mod contexts;
 mod gpu;
 mod inbound;

@@ -1,8 +1,8 @@
 //! Tests of the path that each kind of CUDA memory takes, and of the text of the decision.
 
 use hmem::{
-    Address, AddressRange, AllocationKind, Decision, ErrorKind, IfaceExt, Path,
-    cuda::sys::CuResult, iface::DmaBufMapping, path::P2pPolicy, provider::Imports,
+    Address, AddressRange, AllocationKind, Decision, ErrorKind, IfaceExt, Path, path::P2pPolicy,
+    provider::Imports,
 };
 use hmem_fake_cuda::Profile;
 
@@ -87,20 +87,6 @@ fn reach_check_transfers_a_page_of_device_memory() {
     assert!(check.error.is_none(), "{decision}");
 }
 
-/// HM-08
-///
-/// The reason in the decision says that managed memory migrates.
-#[test]
-fn managed_memory_is_registered_as_host_pages() {
-    let link = Link::open(Profile::default());
-    if link.lacks(AllocationKind::Managed) {
-        return;
-    }
-    let decision = moved(&link, AllocationKind::Managed, 10_000);
-    assert_eq!(decision.path, Path::PlainHost);
-    assert!(decision.reason.contains("migrates"), "{decision}");
-}
-
 /// P2P-01
 ///
 /// The software NIC accesses device addresses through copies by the iface. Hardware needs a
@@ -128,44 +114,6 @@ fn nic_with_peer_memory_alone_gets_device_addresses() {
     link.put(&key, 10, &pattern(1, 4000)).expect("write");
     assert!(link.get(&key, 10, 4000).expect("read") == pattern(1, 4000));
     drop(close(region));
-}
-
-/// P2P-01
-#[test]
-fn refused_export_does_not_change_the_path_of_other_buffers() {
-    if not_over_a_gpu("the driver must refuse one export alone") {
-        return;
-    }
-    let link = Link::open(Profile::default());
-    assert_eq!(moved(&link, AllocationKind::Device, 5000).path, Path::DmaBuf);
-    link.driver.fail("cuMemGetHandleForAddressRange", CuResult::CUDA_ERROR_OUT_OF_MEMORY);
-    let demoted = moved(&link, AllocationKind::Device, 5000);
-    assert_eq!(demoted.path, Path::Staged, "{demoted}");
-    assert_eq!(moved(&link, AllocationKind::Device, 5000).path, Path::DmaBuf);
-}
-
-/// P2P-03
-#[test]
-fn decision_names_call_error_cause_and_remedy() {
-    if not_over_a_gpu("the driver must have no dma-bufs") {
-        return;
-    }
-    let link = Link::open(Profile::named("535-closed").expect("a profile"));
-    let decision = moved(&link, AllocationKind::Device, 5000);
-    let refused = decision
-        .attempts
-        .iter()
-        .find(|attempt| attempt.path == Path::DmaBuf)
-        .expect("it was tried");
-    assert!(refused.call.starts_with("export_dma_buf("), "{}", refused.call);
-    let error = refused.error.as_ref().expect("refused");
-    assert!(
-        error.is_unsupported() && error.context_value("attribute") == Some("DMA_BUF_SUPPORTED"),
-        "{error}"
-    );
-    assert!(refused.cause.is_some() && refused.remedy.is_some());
-    let last = decision.attempts.last().expect("an attempt");
-    assert!(last.error.is_none() && last.path == Path::Staged, "{decision}");
 }
 
 /// P2P-04, P2P-03
@@ -216,32 +164,6 @@ fn handle_without_rdma_is_refused_at_the_segments_step() {
     let cause = skipped.cause.as_deref().expect("a cause");
     assert!(cause.contains("not created for RDMA"), "{decision}");
     region.close().expect("close");
-}
-
-/// HM-09, P2P-03
-///
-/// The trace contains the attempt with the PCIe mapping and the one with the default mapping.
-#[test]
-fn pcie_mapping_is_tried_before_the_default_mapping() {
-    if not_over_a_gpu("drivers with and without the mapping are compared") {
-        return;
-    }
-    let imports = Imports { pcie_mapping_first: Some(true), ..IMPORTS };
-    for (profile, refusals, mapping) in [
-        (Profile::default(), 0, DmaBufMapping::Pcie),
-        (Profile::named("550-open").expect("a profile"), 1, DmaBufMapping::Default),
-        (Profile { pcie_mapping: false, ..Profile::default() }, 1, DmaBufMapping::Default),
-    ] {
-        let link = Link::with(profile, imports, P2pPolicy::Required);
-        let decision = moved(&link, AllocationKind::Device, 5000);
-        assert_eq!((decision.path, decision.mapping), (Path::DmaBuf, mapping), "{decision}");
-        let tried: Vec<_> =
-            decision.attempts.iter().filter(|attempt| attempt.error.is_some()).collect();
-        assert_eq!(tried.len(), refusals, "{decision}");
-        for attempt in tried {
-            assert!(attempt.call.contains("Pcie") && attempt.remedy.is_some(), "{}", attempt.call);
-        }
-    }
 }
 
 /// Registers a range over four memory handles, writes bytes over each boundary, reads bytes over

@@ -6,12 +6,13 @@ use hmem::{
     Access, Address, AddressRange, AllocationKind, Batch, BorrowedDmaBuf, CacheAttr, DeviceBuffer,
     DeviceId, DmaBuf, DmaBufOffset, Domain, DomainAttr, DomainBindFlags, Errno, Error, Iface,
     IfaceKind, MemoryRegion, MrFlags, Promise, Raw, Registry, Request, Result,
+    cuda::sys::CuContext,
     event_queue::EventQueue,
     fabric::{self, MrAttr, MrMemory},
     iface::AllocRequest,
     loopback::{self, Faults, Loopback},
-    p2p::path::{DefaultPathSelector, ExplainRequest, FactSource, Facts},
-    path::P2pPolicy,
+    p2p::path::{DefaultPathSelector, ExplainRequest, FactSource, Facts, cause},
+    path::{P2pPolicy, Trace},
     provider::{Imports, Nic},
     system::{DeviceCall, DmaBufKind, Simulated, SimulatedBuilder, System},
 };
@@ -82,6 +83,9 @@ pub(crate) enum Memory {
     /// A CUDA VMM reservation with several memory handles. Each element is true if the handle was
     /// created for RDMA.
     Handles(&'static [bool]),
+    /// CUDA memory in a context of the application, which the driver no longer knows after the
+    /// query for its owner. For such memory the iface checks that the context still lives.
+    FreedAfterQuery,
     /// A range inside 8 pages of the application's host memory.
     Host { offset: u64, len: u64 },
     /// Two ranges of host memory, registered as one region.
@@ -110,8 +114,8 @@ pub(crate) struct Case {
     /// Fault of the simulated device: the call that fails, which of its calls fails (1 is the
     /// first), and the errno.
     pub(crate) device_refuses: Option<(DeviceCall, u64, i32)>,
-    /// Fault of a fake driver: the function that fails, which of its calls fails (1 is the first),
-    /// and the error code.
+    /// Fault of a fake driver: the function that fails, which of its calls fails (1 is the first, 0
+    /// every call), and the error code.
     pub(crate) driver_refuses: Option<(&'static str, u64, u32)>,
     /// Errnos with which the NIC refuses its first registrations, in order.
     pub(crate) nic_refuses: Vec<i32>,
@@ -155,6 +159,7 @@ impl Case {
             Memory::PastTheEnd => "more than an allocation".into(),
             Memory::Application(len) => format!("{len} bytes of the application's device memory"),
             Memory::Handles(capable) => format!("handles, for RDMA: {capable:?}"),
+            Memory::FreedAfterQuery => "device memory, freed after a query".into(),
             Memory::Host { offset, len } => format!("{len} bytes of host memory at {offset}"),
             Memory::HostTwice => "two ranges of host memory".into(),
             Memory::Mixed => "host memory and device memory".into(),
@@ -393,6 +398,24 @@ impl Play<'_> {
                 let whole = segments.range(0, capable.len() as u64 * segments.step);
                 twice(vec![("memory", whole)], &[whole])
             }
+            Memory::FreedAfterQuery => {
+                let Some(Driver::Cuda(functions, fake)) = &self.fixture.driver else {
+                    unreachable!("CUDA's memory")
+                };
+                let (mut own, mut popped, mut pointer) = (CuContext::NULL, CuContext::NULL, 0);
+                // SAFETY: the outputs are writable, and device 0 exists.
+                let codes = unsafe {
+                    [
+                        hmem_fake_cuda::cuCtxCreate_v2(&mut own, 0, 0),
+                        (functions.mem_alloc())(&mut pointer, self.case.len as usize),
+                        (functions.ctx_pop_current())(&mut popped),
+                    ]
+                };
+                assert!(codes.iter().all(|code| code.is_success()), "{codes:?}");
+                fake.forget_after(pointer, 1);
+                let memory = AddressRange::new(Address(pointer), self.case.len).expect("a range");
+                twice(vec![("memory", memory)], &[memory])
+            }
             Memory::Host { offset, len } => {
                 twice(vec![("host", host)], &[host.slice(offset, len).expect("inside")])
             }
@@ -447,20 +470,43 @@ impl Play<'_> {
                 region.close().map_err(Error::from).expect("nothing depends on it");
                 outcome
             }
-            Err(error) => Outcome::failed(&error, names),
+            Err(error) => self.failed(&error, names),
         };
         self.domains.iter().map(one).collect()
     }
 
     fn decided(&self, region: &MemoryRegion, names: &Names) -> Outcome {
-        Outcome::decided(region.decision().expect("registered"), self.case.policy, names)
+        let decision = region.decision().expect("registered");
+        self.assert_causes(&decision.attempts);
+        Outcome::decided(decision, self.case.policy, names)
+    }
+
+    fn failed(&self, error: &Error, names: &Names) -> Outcome {
+        self.assert_causes(error.trace());
+        Outcome::failed(error, names)
+    }
+
+    /// Asserts that each cause in a trace has the text of the iface's own list, or else of the
+    /// general list, possibly with figures after it. The listing has only the name of a cause and
+    /// its remedy.
+    fn assert_causes(&self, trace: &Trace) {
+        for attempt in trace.iter() {
+            let Some(name) = attempt.cause_name else { continue };
+            let rows = self.fixture.device.causes().iter().chain(cause::CAUSES);
+            let row = rows.clone().find(|row| row.name == name);
+            let row = row.unwrap_or_else(|| panic!("no cause {name}"));
+            let cause = attempt.cause.as_deref().expect("a named cause has a text");
+            assert!(cause.starts_with(row.cause), "{name}: {cause}");
+            let (text, remedy) = (attempt.to_string(), attempt.remedy.as_deref());
+            assert!(text.contains(cause) && text.contains(remedy.expect("a remedy")), "{text}");
+        }
     }
 
     fn cached(&self, domain: &Domain, range: AddressRange, names: &Names) -> Outcome {
         let cache = domain.cache().expect("a cache");
         let outcome = match cache.get(raw(range), REMOTE) {
             Ok(lease) => self.decided(&lease, names),
-            Err(error) => Outcome::failed(&error, names),
+            Err(error) => self.failed(&error, names),
         };
         cache.evict_idle();
         outcome
@@ -480,7 +526,7 @@ impl Play<'_> {
                 all.close().map_err(Error::from).expect("nothing depends on them");
                 outcomes
             }
-            Err(rejected) => vec![Outcome::failed(&rejected.error, names)],
+            Err(rejected) => vec![self.failed(&rejected.error, names)],
         }
     }
 

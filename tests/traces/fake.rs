@@ -105,9 +105,10 @@ impl Profile {
 
 impl Driver {
     /// Makes the `nth` next call of a function (1 is the next call) fail with a driver's error
-    /// code.
+    /// code. With 0, every later call of CUDA's function fails.
     pub(crate) fn fail_nth(&self, symbol: &'static str, nth: u64, code: u32) {
         match self {
+            Self::Cuda(_, fake) if nth == 0 => fake.fail_always(symbol, CuResult(code)),
             Self::Cuda(_, fake) => fake.fail_nth(symbol, nth, CuResult(code)),
             Self::Rocr(fake) => fake.fail_nth(symbol, nth, HsaStatus(code)),
             Self::LevelZero(fake) => fake.fail_nth(symbol, nth, ZeResult(code)),

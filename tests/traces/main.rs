@@ -23,22 +23,40 @@ mod segments;
 mod simulated_and_cuda;
 mod vendors;
 
-use std::{env, fs, path::Path};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+};
 
-/// P2P-01, P2P-02, P2P-03, P2P-04, DIAG-03
+use hmem::cuda;
+
+fn file() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces/traces.txt")
+}
+
+/// HM-08, HM-09, P2P-01, P2P-02, P2P-03, P2P-04, DIAG-03
 #[test]
 fn registrations_decide_as_the_golden_traces_say() {
     let now = listing::of(&[simulated_and_cuda::all(), vendors::all()].concat());
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces/traces.txt");
     if env::var_os("HMEM_BLESS").is_some() {
-        fs::write(&file, &now).expect("the list can be written");
+        fs::write(file(), &now).expect("the list can be written");
     }
-    let golden = fs::read_to_string(&file).unwrap_or_default();
+    let golden = fs::read_to_string(file()).unwrap_or_default();
     let difference = listing::difference(&golden, &now);
     assert!(
         difference.is_empty(),
         "traces changed (- golden, + now); HMEM_BLESS=1 accepts the new ones\n{difference}"
     );
+}
+
+/// DIAG-03
+#[test]
+fn each_cause_of_cuda_is_in_the_traces() {
+    let golden = fs::read_to_string(file()).expect("the list");
+    for cause in cuda::CAUSES {
+        let named = format!("; {}; remedy: {}", cause.name, cause.remedy);
+        assert!(golden.contains(&named), "no test case provokes {}", cause.name);
+    }
 }
 
 #[test]

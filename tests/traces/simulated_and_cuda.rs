@@ -322,5 +322,33 @@ fn cuda() -> Vec<Case> {
             });
         }
     }
+    let closed = Profile::named("550-closed").expect("a profile");
+    let small_bar = Facts { bar: Some(256 << 20), ..Facts::default() };
+    let out_of_memory = (EXPORT, 1, CuResult::CUDA_ERROR_OUT_OF_MEMORY.0);
+    let no_device = (EXPORT, 1, CuResult::CUDA_ERROR_INVALID_DEVICE.0);
+    let unsupported = (EXPORT, 1, CuResult::CUDA_ERROR_NOT_SUPPORTED.0);
+    let invalid = (EXPORT, 0, CuResult::CUDA_ERROR_INVALID_VALUE.0);
+    let with =
+        |what: &str, letters| Case { what: what.into(), imports: imports(letters), ..on(newest()) };
+    let not_loaded = Case { nic_refuses: vec![14], ..with("no client, NIC answers 14", "ps") };
+    let loaded = Case { nic_refuses: vec![14], ..with("nvidia_peermem, NIC answers 14", "ps") };
+    cases.extend([
+        Case { what: "closed modules".into(), facts: closed_modules(), ..on(closed) },
+        Case { driver_refuses: Some(out_of_memory), facts: small_bar, ..with("small BAR", "ds") },
+        Case {
+            memory: Memory::Of(AllocationKind::Virtual),
+            driver_refuses: Some(invalid),
+            ..with("no export of the allocation", "ds")
+        },
+        Case { driver_refuses: Some(no_device), ..with("invalid device", "ds") },
+        Case { driver_refuses: Some(unsupported), ..with("unsupported", "ds") },
+        Case { facts: modules(&["nvidia"]), ..not_loaded },
+        Case { facts: modules(&["nvidia_peermem"]), ..loaded },
+        Case {
+            memory: Memory::FreedAfterQuery,
+            claim: Some(IfaceKind::CUDA),
+            ..with("named cuda", "ds")
+        },
+    ]);
     cases
 }

@@ -140,7 +140,7 @@ fn accelerators() -> Vec<Case> {
         (Profile::SynapseAi as fn(_) -> _, IfaceKind::SYNAPSEAI, GAUDI, INVALID),
     ] {
         let case = on(profile(Accelerators::running()));
-        cases.extend(kinds(&case, &[AllocationKind::Device], &["ds", "s"]));
+        cases.extend(kinds(&case, &[AllocationKind::Device], &["ds", "dPps", "s"]));
         cases.extend(odd_memory(&case, iface));
         cases.push(Case {
             what: format!("{export} answers {}", code as i32),
