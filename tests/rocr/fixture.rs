@@ -6,11 +6,10 @@ use std::{
 };
 
 use hmem::{
-    AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Hmem, Iface, IfaceKind,
+    AllocationKind, CacheAttr, DeviceBuffer, DeviceId, DomainAttr, Hmem, Iface,
     iface::AllocRequest,
     loopback::Loopback,
     path::P2pPolicy,
-    provider::Imports,
     rocr::{Rocr, sys::Functions},
 };
 use hmem_fake_rocr::{FakeRuntime, Live, Profile};
@@ -56,32 +55,12 @@ impl Deref for Fixture {
 
 impl Fixture {
     pub(crate) fn new(profile: Profile, p2p: P2pPolicy, cached: bool) -> Self {
-        let cache = cached.then(CacheAttr::default);
-        Self::build(profile, false, DomainAttr { p2p, cache, ..DomainAttr::default() })
-    }
-
-    pub(crate) fn with_pcie_mapping_first(profile: Profile, p2p: P2pPolicy) -> Self {
-        Self::build(profile, true, DomainAttr { p2p, ..DomainAttr::default() })
-    }
-
-    pub(crate) fn without_monitor(profile: Profile) -> Self {
-        let cache = Some(CacheAttr::default().without_monitors([IfaceKind::ROCR]));
-        let attr = DomainAttr { cache, ..DomainAttr::default() };
-        Self::build(profile, false, attr)
-    }
-
-    fn build(profile: Profile, pcie_mapping_first: bool, attr: DomainAttr) -> Self {
+        let attr =
+            DomainAttr { p2p, cache: cached.then(CacheAttr::default), ..DomainAttr::default() };
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let fake = (!is_model()).then(|| FakeRuntime::start(profile));
         let rocr = Arc::new(open(fake.as_ref()));
-        let imports = Imports {
-            dma_buf: true,
-            pcie_mapping_first: Some(pcie_mapping_first),
-            data_direct: None,
-            peer_memory: false,
-            staged: true,
-        };
-        let nic = Loopback::builder().imports(imports).build().expect("a NIC");
+        let nic = Loopback::builder().build().expect("a NIC");
         let hmem = Hmem::builder().without_vendor_ifaces();
         let hmem = hmem.shared_iface(Arc::clone(&rocr) as _).provider(nic).build().expect("start");
         let wire = Wire::open(hmem.domain("loopback", attr).expect("a domain"));

@@ -23,8 +23,7 @@ mod cases {
 
     use hmem::{
         Address, AddressRange, AllocationKind, DeviceId, ErrorKind, Iface, IfaceExt, IfaceKind,
-        Path, Request, iface::AllocRequest, monitor::InvalidationCause, p2p::path::ExplainRequest,
-        path::P2pPolicy, rocr::sys::HsaStatus,
+        Path, Request, iface::AllocRequest, monitor::InvalidationCause, path::P2pPolicy,
     };
     use hmem_fake_rocr::Profile;
 
@@ -33,10 +32,6 @@ mod cases {
         trials::{Outcome, Skipped},
         wire::raw,
     };
-
-    fn not_on_the_model(why: &str) -> Outcome {
-        if is_model() { Err(Skipped(format!("not on the model GPU: {why}"))) } else { Ok(()) }
-    }
 
     fn profiles() -> Vec<Profile> {
         if is_model() { vec![Profile::default()] } else { Profile::all() }
@@ -209,72 +204,6 @@ mod cases {
         Ok(())
     }
 
-    pub(crate) fn pcie_mapping_is_tried_first_and_both_attempts_are_traced() -> Outcome {
-        not_on_the_model("it exports nothing")?;
-        let small = Profile { large_bar: false, ..Profile::default() };
-        // Release 6.4 has no PCIe mapping, so the iface does not try it.
-        for (profile, tried) in [(small, true), (Profile::named("6.4").expect("a profile"), false)]
-        {
-            let fixture = Fixture::with_pcie_mapping_first(profile, P2pPolicy::Required);
-            let region =
-                fixture.domain.register(fixture.buffer(8192, AllocationKind::Device), REMOTE);
-            let region = region.map_err(hmem::Error::from).expect("the default mapping");
-            let decision = region.decision().expect("decision").clone();
-            assert_eq!(decision.path, Path::DmaBuf);
-            let text = decision.attempts.to_string();
-            assert_eq!(text.contains("mapping=pcie"), tried, "{text}");
-            assert!(text.contains("Default mapping) succeeded"), "{text}");
-            let row = hmem::rocr::CAUSES.iter().find(|row| row.name == "rocr-small-bar");
-            let row = row.expect("a row");
-            assert_eq!(text.contains(row.cause) && text.contains(row.remedy), tried, "{text}");
-            region.close().map_err(hmem::Error::from).expect("close");
-            fixture.end();
-        }
-        Ok(())
-    }
-
-    pub(crate) fn refused_exports_name_their_cause_and_are_staged() -> Outcome {
-        not_on_the_model("it exports nothing")?;
-        for (code, cause) in [
-            (HsaStatus::HSA_STATUS_ERROR_INVALID_AGENT, "rocr-not-exportable"),
-            (HsaStatus::HSA_STATUS_ERROR_INVALID_ALLOCATION, "rocr-not-exportable"),
-            (HsaStatus::HSA_STATUS_ERROR_OUT_OF_RESOURCES, "rocr-file-descriptors"),
-        ] {
-            let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, false);
-            let buffer = fixture.buffer(8192, AllocationKind::Device);
-            let fake = fixture.fake.as_ref().expect("the fake runtime");
-            fake.fail_always("hsa_amd_portable_export_dmabuf_v2", code);
-            let explained = fixture.hmem.explain("loopback", &ExplainRequest::new(IfaceKind::ROCR));
-            let region = fixture.domain.register(buffer, REMOTE);
-            let region = region.map_err(hmem::Error::from).expect("staged copies");
-            let decision = region.decision().expect("decision").clone();
-            assert_eq!(decision.path, Path::Staged);
-            let row = hmem::rocr::CAUSES.iter().find(|row| row.name == cause).expect("a row");
-            let attempts = decision.attempts.to_string();
-            for text in [attempts, format!("{:?}", explained.expect("explain"))] {
-                assert!(text.contains(code.name().expect("named")), "{text}");
-                assert!(text.contains(row.cause) && text.contains(row.remedy), "{text}");
-            }
-            region.close().map_err(hmem::Error::from).expect("close");
-            fixture.end();
-        }
-        Ok(())
-    }
-
-    pub(crate) fn remedy_of_an_old_runtime_names_the_release_with_exports() -> Outcome {
-        not_on_the_model("it is the newest release")?;
-        let old = Profile::named("5.2").expect("a profile");
-        let fixture = Fixture::new(old, P2pPolicy::Required, false);
-        let region = fixture.domain.register(fixture.buffer(8192, AllocationKind::Device), REMOTE);
-        let refused = region.expect_err("no direct path");
-        let text = refused.error.trace().to_string();
-        assert!(text.contains("hsa_amd_portable_export_dmabuf"), "{text}");
-        assert!(text.contains("update ROCm to 5.6"), "{text}");
-        drop(refused);
-        fixture.end();
-        Ok(())
-    }
-
     pub(crate) fn unknown_memory_is_refused_with_the_reason() -> Outcome {
         let fixture = Fixture::new(Profile::default(), P2pPolicy::Enabled, true);
         let live = fixture.buffer(8192, AllocationKind::Device);
@@ -303,24 +232,6 @@ mod cases {
         let claim = Request::new(unsafe { raw(live.range()) }, REMOTE).owner(IfaceKind::CUDA, None);
         fixture.domain.submit(claim).expect_err("it is not CUDA's");
         drop(live);
-        fixture.end();
-        Ok(())
-    }
-
-    /// With the ROCr monitor disabled, ROCr memory is registered uncached.
-    pub(crate) fn disabled_monitor_leaves_memory_uncached() -> Outcome {
-        let fixture = Fixture::without_monitor(Profile::default());
-        let cache = fixture.domain.cache().expect("a cache");
-        let error = cache.monitor(IfaceKind::ROCR).expect_err("it is off");
-        assert!(error.context_value("why").expect("a reason").contains("disabled"), "{error}");
-        let buffer = fixture.buffer(8192, AllocationKind::Device);
-        for _ in 0..2 {
-            // SAFETY: the buffer outlives the region.
-            let region = cache.get(unsafe { raw(buffer.range()) }, REMOTE);
-            drop(region.expect("register"));
-        }
-        assert_eq!((cache.statistics().hits, cache.entries().len()), (0, 0));
-        drop(buffer);
         fixture.end();
         Ok(())
     }
@@ -356,16 +267,8 @@ trials! {
     concurrent_frees_and_lookups_never_share_an_identity,
     /// HM-01, HM-02, HM-08
     memory_of_hip_is_recognised,
-    /// HM-09, P2P-03
-    pcie_mapping_is_tried_first_and_both_attempts_are_traced,
-    /// DIAG-03, P2P-03
-    refused_exports_name_their_cause_and_are_staged,
-    /// DIAG-03, HM-04
-    remedy_of_an_old_runtime_names_the_release_with_exports,
     /// MR-04, DIAG-03
     unknown_memory_is_refused_with_the_reason,
-    /// CACHE-12
-    disabled_monitor_leaves_memory_uncached,
     /// MON-09
     closing_the_iface_ends_its_monitor_alone,
 }

@@ -1,18 +1,9 @@
 //! Tests of registrations over every path, and of the reasons for refused ones.
 
-use std::sync::Arc;
-
-use hmem::{
-    Address, AddressRange, AllocationKind, DeviceBuffer, DeviceId, DomainAttr, ErrorKind, Iface,
-    IfaceKind, Path, Request, iface::AllocRequest, p2p::path::ExplainRequest, path::P2pPolicy,
-    system::Simulated,
-};
+use hmem::{Address, AddressRange, AllocationKind, DomainAttr, Iface, Path, path::P2pPolicy};
 use hmem_fake_ze::Profile;
 
-use crate::{
-    link::{Link, REMOTE, pattern, profiles},
-    wire::raw,
-};
+use crate::link::{Link, pattern, profiles};
 
 const LEN: u64 = 300_000;
 
@@ -69,34 +60,6 @@ fn memory_of_every_kind_moves_its_bytes_by_its_path() {
     }
 }
 
-/// DIAG-03, P2P-03
-///
-/// If the device exports nothing, the trace of the registration contains the failed call, the cause
-/// and the remedy. `explain` reports them too.
-#[test]
-fn refused_export_names_cause_and_remedy() {
-    let link = Link::open(Profile::without_exports(), DomainAttr::default());
-    let buffer = link.buffer(LEN, AllocationKind::Device, DeviceId(0));
-    let region = link.expose(buffer.allocation().range).expect("register");
-    let decision = region.decision().expect("a decision").clone();
-    region.close().expect("close");
-    assert_eq!(decision.path, Path::Staged);
-    let refused = decision.attempts.iter().find(|attempt| attempt.path == Path::DmaBuf);
-    let refused = refused.expect("a dma-buf was tried");
-    let error = refused.error.as_ref().expect("it was refused");
-    assert_eq!(error.context_value("memoryAllocationExportTypes"), Some("0"), "{error}");
-    let cause = refused.cause.as_ref().expect("a cause");
-    assert!(cause.to_string().contains("allocated to be exported"), "{cause}");
-    let remedy = refused.remedy.as_ref().expect("a remedy");
-    assert!(remedy.contains("ze_external_memory_export_desc_t"), "{remedy}");
-
-    let request = ExplainRequest::new(IfaceKind::ZE);
-    let text = link.hmem.explain("loopback", &request).expect("explained").to_string();
-    for word in ["ze_external_memory_export_desc_t", "memoryAllocationExportTypes"] {
-        assert!(text.contains(word), "{word} is not in:\n{text}");
-    }
-}
-
 /// DIAG-03
 ///
 /// Memory that the application allocated from a driver's pool is staged, with the reason.
@@ -115,39 +78,4 @@ fn pooled_memory_of_the_application_is_staged_with_the_reason() {
     link.put(&key, 0, &bytes).expect("write");
     assert!(link.get(&key, 0, 1000).expect("read") == bytes);
     region.close().expect("close");
-}
-
-/// HM-02, DIAG-03
-///
-/// The caller names Level Zero as the owner of freed memory, host memory, another vendor's memory
-/// and the byte after an allocation.
-#[test]
-fn pointer_unknown_to_level_zero_is_refused_with_the_reason() {
-    let link = Link::open(Profile::default(), DomainAttr::default());
-    let freed = link.buffer(LEN, AllocationKind::Device, DeviceId(0)).allocation().range;
-    let live = link.buffer(8 << 20, AllocationKind::Device, DeviceId(0));
-    let host = vec![0u8; 4096];
-    let other: Arc<dyn Iface> = Arc::new(Simulated::builder().build().expect("a device"));
-    let request = AllocRequest { len: 4096, device: DeviceId(0), kind: AllocationKind::Device };
-    let others = DeviceBuffer::allocate(&other, &request).expect("allocate");
-    let whole = live.allocation().range;
-    let one_past = Address(whole.start().0 + whole.len());
-    for (what, start) in [
-        ("freed", freed.start()),
-        ("foreign", Address::of_ptr(host.as_ptr())),
-        ("another vendor's", others.allocation().base()),
-        ("one past the end", one_past),
-    ] {
-        let range = AddressRange::new(start, 64).expect("a range");
-        // SAFETY: the registration is refused.
-        let claim = Request::new(unsafe { raw(range) }, REMOTE).owner(IfaceKind::ZE, None);
-        let error = link.domain.submit(claim).expect_err(what).error;
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{what}: {error}");
-        let text = format!("{error:#}");
-        assert!(text.contains("ze") && text.contains("does not know the address"), "{text}");
-    }
-    // A range that exceeds its allocation.
-    let over = AddressRange::new(Address(one_past.0 - 32), 64).expect("a range");
-    let error = link.expose(over).expect_err("half of the range is not allocated");
-    assert!(!error.is_unsupported(), "{error}");
 }
