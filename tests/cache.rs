@@ -4,6 +4,8 @@
 mod child;
 mod machine;
 mod trials;
+#[allow(dead_code, reason = "other test binaries use the rest")]
+mod wire;
 
 use std::{
     env, ptr,
@@ -12,30 +14,22 @@ use std::{
 
 use hmem::{
     Access, Address, AddressRange, AllocationKind, CacheAttr, DeviceBuffer, DeviceId, Domain,
-    DomainAttr, Endpoint, ErrorKind, Hmem, Iface, IfaceKind, MemoryRegion, MrMode, Path, Promise,
-    Raw, Result,
+    DomainAttr, ErrorKind, Hmem, Iface, IfaceKind, MrMode, Path, Result,
     cache::UncachedReason,
     iface::AllocRequest,
     loopback::Loopback,
     monitor::InvalidationCause,
-    provider::{CompletionQueue, EndpointAttr},
     system::{
         AddressReuse, FreeDetection, SIMULATED, Simulated,
         monitor::{HostMonitorKind, ImportCallbacks, ImportMonitor},
     },
-    transfer::RemoteSegment,
 };
 use rustix::param::page_size;
-use trials::{Outcome, skip, trials};
+use trials::trials;
+use wire::{REMOTE, Wire, raw};
 
 trials! {
-    /// MR-07
-    memhooks_leave_no_stale_hit_at_a_reused_address,
-    /// MR-07
-    unreported_frees_give_stale_hits,
-    /// MON-07
-    reallocated_device_memory_is_never_a_hit,
-    /// CACHE-02
+    /// CACHE-02, MON-07
     each_allocation_and_device_has_its_own_cache_entry,
     /// CACHE-02
     lookup_that_names_an_iface_finds_no_region_of_another,
@@ -58,66 +52,14 @@ trials! {
     kdreg2_counts_as_auto,
 }
 
-const REMOTE: Access = Access::REMOTE_READ.union(Access::REMOTE_WRITE);
-
-/// Returns memory by its addresses.
-///
-/// # Safety
-/// The caller makes the promise [`Promise::ReadWrite`], as [`Raw::new`] describes.
-unsafe fn raw(range: AddressRange) -> Raw {
-    // SAFETY: the caller makes the promise.
-    unsafe { Raw::new(range, Promise::ReadWrite) }
-}
-
 fn range(start: usize, len: usize) -> AddressRange {
     AddressRange::new(Address(start as u64), len as u64).expect("no wrap")
 }
 
-/// A domain with a cache, and a peer that reads its memory.
-struct Net {
-    target: Domain,
-    initiator: Domain,
-    endpoint: Endpoint,
-    cq: Arc<dyn CompletionQueue>,
-    name: hmem::transfer::EndpointName,
-    _target_endpoint: Endpoint,
-}
-
-impl Net {
-    fn open(hmem: &Hmem, cache: CacheAttr) -> Self {
-        let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
-        let target = hmem
-            .domain("loopback", DomainAttr { cache: Some(cache), ..attr.clone() })
-            .expect("a domain");
-        let initiator = hmem.domain("loopback", attr).expect("a domain");
-        let cq = initiator.open_cq(8).expect("a queue");
-        let endpoint = initiator.open_endpoint(&EndpointAttr::new(&cq)).expect("an endpoint");
-        let target_cq = target.open_cq(8).expect("a queue");
-        let target_endpoint =
-            target.open_endpoint(&EndpointAttr::new(&target_cq)).expect("an endpoint");
-        let name = target_endpoint.name();
-        Self { target, initiator, endpoint, cq, name, _target_endpoint: target_endpoint }
-    }
-
-    /// Returns the first bytes of a region, as the peer reads them.
-    fn pulled(&self, region: &MemoryRegion, len: u64) -> Vec<u8> {
-        let buffer =
-            self.initiator.register(vec![0_u8; len as usize], Access::READ).expect("a buffer");
-        let key = region.key().expect("a key");
-        let remote = [RemoteSegment { address: region.base_addr(), len, key: &key }];
-        let peer = self.endpoint.resolve(&self.name).expect("the target");
-        let local = [buffer.slice(0, len).expect("all of it")];
-        self.endpoint.read(&local, &remote, peer, 1).expect("posted");
-        let mut done = Vec::new();
-        while self.cq.read(&mut done, 1).expect("the queue") == 0 {
-            self.target.progress().expect("progress");
-        }
-        done.remove(0).result.expect("read");
-        let mut bytes = vec![0; len as usize];
-        buffer.read(0, &mut bytes).expect("inside");
-        buffer.close().expect("closed");
-        bytes
-    }
+/// Opens a domain with a cache.
+fn open(hmem: &Hmem, cache: CacheAttr) -> Domain {
+    let attr = DomainAttr { cache: Some(cache), ..DomainAttr::default() };
+    hmem.domain("loopback", attr).expect("a domain")
 }
 
 fn loopback() -> Loopback {
@@ -155,33 +97,6 @@ fn unmap(at: usize, len: usize) {
     assert_eq!(unsafe { libc::munmap(ptr::with_exposed_provenance_mut(at), len) }, 0);
 }
 
-fn fill(at: usize, byte: u8) {
-    // SAFETY: mapped by the test, and nothing refers into it.
-    unsafe { ptr::with_exposed_provenance_mut::<u8>(at).write_bytes(byte, page_size()) };
-}
-
-/// In each round, unmaps a page, maps a new one at its address and registers it. Returns the number
-/// of rounds in which the peer read old bytes.
-fn stale_reads(hmem: &Hmem, rounds: u32) -> u32 {
-    let net = Net::open(hmem, CacheAttr::default());
-    let cache = net.target.cache().expect("a cache");
-    let at = map(None, page_size());
-    let mut stale = 0;
-    for round in 0..rounds {
-        let byte = (round % 251) as u8 + 1;
-        fill(at, byte);
-        // SAFETY: the memory is the test's own, and nothing refers into it.
-        let region = cache.get(unsafe { raw(range(at, page_size())) }, REMOTE).expect("registered");
-        assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
-        stale += u32::from(net.pulled(&region, 16) != [byte; 16]);
-        drop(region);
-        unmap(at, page_size());
-        assert_eq!(map(Some(at), page_size()), at);
-    }
-    unmap(at, page_size());
-    stale
-}
-
 /// Callbacks of an imported monitor whose application reports no changes. Keeps the subscribed
 /// ranges.
 #[derive(Debug, Default)]
@@ -200,76 +115,24 @@ impl ImportCallbacks for Silent {
     }
 }
 
-fn memhooks_leave_no_stale_hit_at_a_reused_address() -> Outcome {
-    skip(machine::without_pinned_pages())?;
-    if !child::alone("memhooks_leave_no_stale_hit_at_a_reused_address", &[]) {
-        return Ok(());
-    }
-    let builder = Hmem::builder().without_vendor_ifaces().cache_monitor(HostMonitorKind::MemHooks);
-    let hmem = builder.provider(loopback()).build().expect("memhooks work here");
-    assert_eq!(stale_reads(&hmem, 10_000), 0);
-    Ok(())
-}
-
-fn unreported_frees_give_stale_hits() -> Outcome {
-    skip(machine::without_pinned_pages())?;
-    let monitor = ImportMonitor::new(Arc::new(Silent::default())).expect("a monitor");
-    let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
-    let hmem = builder.provider(loopback()).build().expect("the ifaces start");
-    assert_eq!(stale_reads(&hmem, 50), 49, "the rounds do not notice a stale registration");
-    Ok(())
-}
-
 /// Returns settings that cache device memory alone.
 fn without_host() -> CacheAttr {
     CacheAttr::default().without_monitors([IfaceKind::SYSTEM])
 }
 
-fn reallocated_device_memory_is_never_a_hit() {
-    for style in [FreeDetection::Identity, FreeDetection::Callback] {
-        let device = simulated(style);
-        let builder = Hmem::builder().without_vendor_ifaces().cache(without_host());
-        let hmem = builder
-            .shared_iface(Arc::clone(&device) as _)
-            .provider(loopback())
-            .build()
-            .expect("started");
-        let net = Net::open(&hmem, CacheAttr::default());
-        let cache = net.target.cache().expect("a cache");
-        let request = AllocRequest { len: 8192, device: DeviceId(1), kind: AllocationKind::Device };
-        let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
-        let mut addresses = Vec::new();
-        for round in 1..=50_u8 {
-            let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
-            let at = buffer.allocation().range;
-            addresses.push(at);
-            buffer.write(0, &[round; 16]).expect("inside");
-            for _ in 0..2 {
-                // SAFETY: the buffer is the test's own.
-                let region = cache.get(unsafe { raw(at) }, REMOTE).expect("registered");
-                assert!(region.lease().uncached_reason().is_none(), "{:?}", region.lease());
-                assert_eq!(region.iface().expect("registered"), (SIMULATED, Some(DeviceId(1))));
-                assert_eq!(net.pulled(&region, 16), [round; 16], "{style:?}");
-            }
-            drop(buffer);
-        }
-        assert!(addresses.iter().all(|at| *at == addresses[0]), "the address did not come back");
-        let now = cache.statistics();
-        assert_eq!((now.registrations, now.hits), (50, 50));
-        let cause = if style == FreeDetection::Identity {
-            InvalidationCause::Identity
-        } else {
-            InvalidationCause::Free
-        };
-        assert!(now.invalidations(cause) >= 49, "{now:?}");
-        cache.evict_idle();
-        cache.reclaim();
-        assert_eq!(net.target.live().regions, 0);
+fn each_allocation_and_device_has_its_own_cache_entry() {
+    for (style, cause) in [
+        (FreeDetection::Identity, InvalidationCause::Identity),
+        (FreeDetection::Callback, InvalidationCause::Free),
+    ] {
+        each_allocation_has_its_own_entry(style, cause);
     }
 }
 
-fn each_allocation_and_device_has_its_own_cache_entry() {
-    let device = simulated(FreeDetection::Identity);
+/// Allocates memory of two devices at one address in turn, and looks it up. A free is the cause of
+/// an invalidation.
+fn each_allocation_has_its_own_entry(style: FreeDetection, cause: InvalidationCause) {
+    let device = simulated(style);
     let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
     let builder = Hmem::builder().without_vendor_ifaces().cache(without_host());
     let hmem = builder
@@ -277,8 +140,8 @@ fn each_allocation_and_device_has_its_own_cache_entry() {
         .provider(loopback())
         .build()
         .expect("started");
-    let net = Net::open(&hmem, CacheAttr::default());
-    let cache = net.target.cache().expect("a cache");
+    let wire = Wire::open(open(&hmem, CacheAttr::default()));
+    let cache = wire.domain.cache().expect("a cache");
     let allocate = |device: u32| {
         let request =
             AllocRequest { len: 8192, device: DeviceId(device), kind: AllocationKind::Device };
@@ -287,7 +150,6 @@ fn each_allocation_and_device_has_its_own_cache_entry() {
     // SAFETY: the memory is the test's own, and nothing refers into it.
     let get = |at| cache.get(unsafe { raw(at) }, REMOTE).expect("registered");
     let mut identities = Vec::new();
-    // In turn, both devices allocate memory at this address.
     for round in 0..20_u32 {
         let buffer = allocate(round % 2);
         let at = buffer.allocation().range;
@@ -295,7 +157,8 @@ fn each_allocation_and_device_has_its_own_cache_entry() {
         buffer.write(0, &[round as u8 + 1; 16]).expect("inside");
         let region = get(at);
         assert_eq!(region.iface().expect("registered"), (SIMULATED, Some(DeviceId(round % 2))));
-        assert_eq!(net.pulled(&region, 16), [round as u8 + 1; 16]);
+        let key = region.key().expect("a key");
+        assert_eq!(wire.get(&key, 0, 16).expect("read"), [round as u8 + 1; 16]);
         let first = region.lease().key().expect("cached");
         drop(region);
         // Part of the same allocation is a hit too.
@@ -320,9 +183,11 @@ fn each_allocation_and_device_has_its_own_cache_entry() {
     identities.sort_by_key(|(_, id)| id.0);
     identities.dedup_by_key(|(_, id)| id.0);
     assert_eq!(identities.len(), 20, "every allocation has an identity of its own");
+    let now = cache.statistics();
+    assert!(now.invalidations(cause) >= 19, "{now:?}");
     cache.evict_idle();
     cache.reclaim();
-    assert_eq!(net.target.live().regions, 0);
+    assert_eq!(wire.domain.live().regions, 0);
 }
 
 /// Device memory replaces host memory whose end no monitor reports.
@@ -420,8 +285,8 @@ fn lookup_handle_hits_cached_ranges_and_registers_others() {
         .provider(loopback())
         .build()
         .expect("started");
-    let net = Net::open(&hmem, CacheAttr::default());
-    let cache = net.target.cache().expect("a cache");
+    let domain = open(&hmem, CacheAttr::default());
+    let cache = domain.cache().expect("a cache");
     let request = AllocRequest { len: 8192, device: DeviceId(1), kind: AllocationKind::Device };
     let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
     let at = map(None, page_size());
@@ -480,8 +345,8 @@ fn monitors_of_different_ifaces_start_and_fail_independently() {
             .expect("started");
         let mut cache = CacheAttr::default();
         cache.without_monitors = without_monitors;
-        let net = Net::open(&hmem, cache);
-        let cache = net.target.cache().expect("a cache");
+        let domain = open(&hmem, cache);
+        let cache = domain.cache().expect("a cache");
         for (at, cached, iface) in [
             (range(host, page_size()), host_cached, IfaceKind::SYSTEM),
             (buffer.allocation().range, device_cached, SIMULATED),
@@ -490,6 +355,9 @@ fn monitors_of_different_ifaces_start_and_fail_independently() {
             let region = cache.get(unsafe { raw(at) }, REMOTE).expect("registered");
             assert_eq!(region.lease().uncached_reason().is_none(), cached, "{:?}", region.lease());
             assert_eq!(cache.monitor(iface).is_ok(), cached);
+            if let Err(error) = cache.monitor(iface) {
+                assert!(error.context_value("why").is_some_and(|why| why.contains("disabled")));
+            }
             if let Some(UncachedReason::Unwatched(why)) = region.lease().uncached_reason() {
                 assert_eq!(why.iface_kind(), Some(iface), "{why}");
             }
@@ -524,8 +392,8 @@ fn disabled_monitor_turns_every_cache_off() {
         let defaults = hmem.cache_defaults().expect("good values");
         assert_eq!(defaults.off_by(), off_by);
         assert_eq!(defaults.limits().max_count == 0, off_by.is_some());
-        let net = Net::open(&hmem, CacheAttr::default().max_count(100));
-        let cache = net.target.cache().expect("a cache");
+        let domain = open(&hmem, CacheAttr::default().max_count(100));
+        let cache = domain.cache().expect("a cache");
         for at in [range(host, page_size()), buffer.allocation().range] {
             for _ in 0..2 {
                 // SAFETY: the memory is the test's own.
@@ -547,9 +415,9 @@ fn each_subscription_of_a_cached_region_is_undone() {
     let monitor = ImportMonitor::new(Arc::clone(&watcher) as _).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.provider(loopback()).build().expect("started");
-    let net = Net::open(&hmem, CacheAttr::default().max_count(4));
+    let domain = open(&hmem, CacheAttr::default().max_count(4));
     let at = map(None, 16 * page_size());
-    let cache = net.target.cache().expect("a cache");
+    let cache = domain.cache().expect("a cache");
     for page in 0..16 {
         // SAFETY: the memory is the test's own.
         cache
@@ -559,7 +427,7 @@ fn each_subscription_of_a_cached_region_is_undone() {
     assert!(!watcher.0.lock().unwrap().is_empty());
     cache.evict_idle();
     assert!(watcher.0.lock().unwrap().is_empty());
-    assert_eq!(net.target.live().regions, 0);
+    assert_eq!(domain.live().regions, 0);
     unmap(at, 16 * page_size());
 }
 
@@ -571,10 +439,7 @@ fn cache_entries_name_their_path_and_close_with_the_domain() {
     let buffer = DeviceBuffer::allocate(&iface, &request).expect("device memory");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.iface_and_provider(&device);
-    let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
-    let domain = hmem
-        .domain("loopback", DomainAttr { cache: Some(CacheAttr::default()), ..attr })
-        .expect("a domain");
+    let domain = open(&hmem, CacheAttr::default());
     let at = map(None, page_size());
     {
         let cache = domain.cache().expect("a cache");
@@ -684,10 +549,10 @@ fn builder_overrides_variables_and_bad_variables_are_refused() {
     let read = hmem.cache_defaults().expect("good values").attr();
     assert_eq!((read.max_bytes, read.max_count, read.merge), (Some(20480), Some(2), Some(false)));
     // The cache of a domain uses the builder's settings.
-    let net = Net::open(&hmem, CacheAttr::default());
+    let domain = open(&hmem, CacheAttr::default());
     const LEN: usize = 4096;
     let at = map(None, 16 * LEN);
-    let cache = net.target.cache().expect("a cache");
+    let cache = domain.cache().expect("a cache");
     for index in 0..4 {
         // SAFETY: the memory is the test's own.
         cache.get(unsafe { raw(range(at + 2 * index * LEN, LEN)) }, REMOTE).expect("registered");
@@ -707,6 +572,5 @@ fn kdreg2_counts_as_auto() {
     let hmem = builder.build().expect("built");
     let defaults = hmem.cache_defaults().expect("a known value");
     assert_eq!((defaults.monitor(), defaults.off_by()), (HostMonitorKind::Auto, None));
-    let attr = DomainAttr { cache: Some(CacheAttr::default()), ..DomainAttr::default() };
-    hmem.domain("loopback", attr).expect("a domain with a cache");
+    open(&hmem, CacheAttr::default());
 }
