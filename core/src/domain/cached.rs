@@ -65,7 +65,8 @@ pub struct RegionCache {
 ///
 /// Hold the lease until the transfer that uses the region has completed, or for as long as peers
 /// use the key. Without a lease the cache may deregister the region at any time. An uncached region
-/// is deregistered when its lease is dropped.
+/// is deregistered when its lease is dropped. A sub-region, window or grant of the region needs the
+/// lease too: after the lease ends, the cache deregisters the region as soon as the provider allows.
 #[derive(Debug)]
 pub struct CachedRegion<'c> {
     lease: Lease<'c, Registrations>,
@@ -428,8 +429,9 @@ impl RegionCache {
     }
 
     /// Invalidates like [`RegionCache::invalidate`], and calls `callback` when these regions are
-    /// deregistered and the cache has no other deregistration in flight. This call or any thread
-    /// may run the callback. A panic of the callback is caught and logged.
+    /// deregistered, and the deregistrations of other regions that began before this call have
+    /// ended. This call or any thread may run the callback. A panic of the callback is caught and
+    /// logged.
     pub fn invalidate_with_callback(
         &self,
         range: AddressRange,
@@ -451,7 +453,7 @@ impl RegionCache {
     }
 
     /// Deregisters the regions of invalidated entries without leases, and waits for deregistrations
-    /// in flight.
+    /// that other threads have begun.
     pub fn reclaim(&self) {
         self.cache.reclaim();
     }
