@@ -201,8 +201,8 @@ fn lookup_that_names_an_iface_finds_no_region_of_another() {
         .provider(loopback())
         .build()
         .expect("started");
-    let net = Net::open(&hmem, CacheAttr::default());
-    let cache = net.target.cache().expect("a cache");
+    let domain = open(&hmem, CacheAttr::default());
+    let cache = domain.cache().expect("a cache");
     let request =
         AllocRequest { len: page_size() as u64, device: DeviceId(1), kind: AllocationKind::Device };
     let allocate = || DeviceBuffer::allocate(&iface, &request).expect("device memory");
@@ -255,8 +255,8 @@ fn refused_subscription_evicts_an_idle_region() {
     let monitor = ImportMonitor::new(Arc::new(OneRange::default())).expect("a monitor");
     let builder = Hmem::builder().without_vendor_ifaces().imported_cache_monitor(monitor);
     let hmem = builder.provider(loopback()).build().expect("the ifaces start");
-    let net = Net::open(&hmem, CacheAttr::default());
-    let cache = net.target.cache().expect("a cache");
+    let domain = open(&hmem, CacheAttr::default());
+    let cache = domain.cache().expect("a cache");
     let pages = map(None, 2 * page_size());
     let get = |page| {
         // SAFETY: the memory is the test's own, and nothing refers into it.
@@ -266,7 +266,7 @@ fn refused_subscription_evicts_an_idle_region() {
     drop(get(0));
     let second = get(1);
     assert!(second.lease().uncached_reason().is_none(), "{:?}", second.lease());
-    assert_eq!((net.target.live().regions, cache.statistics().evictions), (1, 1));
+    assert_eq!((domain.live().regions, cache.statistics().evictions), (1, 1));
     // A region in use is not evicted.
     let first = get(0);
     let reason = first.lease().uncached_reason();
