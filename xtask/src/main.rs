@@ -59,6 +59,11 @@ const TASKS: &[Task] = &[
         steps: &[step(&[".ci/run"])],
     },
     Task {
+        name: "ci-slow",
+        about: "what continuous integration leaves out because it takes too long",
+        steps: &[step(&[".ci/slow"])],
+    },
+    Task {
         name: "test",
         about: "the tests that need no special hardware",
         steps: &[step(&["cargo", "test", "--workspace"])],
