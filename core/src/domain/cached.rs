@@ -66,7 +66,7 @@ pub struct RegionCache {
 /// Hold the lease until the transfer that uses the region has completed, or for as long as peers
 /// use the key. Without a lease the cache may deregister the region at any time. An uncached region
 /// is deregistered when its lease is dropped. A sub-region, window or grant of the region needs the
-/// lease too: after the lease ends, the cache deregisters the region as soon as the provider allows.
+/// lease too: after its end, the cache deregisters the region as soon as the provider allows.
 #[derive(Debug)]
 pub struct CachedRegion<'c> {
     lease: Lease<'c, Registrations>,
