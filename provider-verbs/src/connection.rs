@@ -251,7 +251,7 @@ impl QueuePair {
     }
 
     /// Destroys the queue pair. After an error the NIC may still process the queue pair's requests.
-    pub(super) fn destroy(&mut self) -> Result<()> {
+    fn destroy(&mut self) -> Result<()> {
         let destroy = self.device.library.functions.destroy_qp;
         // SAFETY: `create` made the queue pair, and it is destroyed once: a destroyed queue pair is
         // null. Each post borrows `self`, so no post is running.
@@ -389,17 +389,13 @@ impl Connection {
         Ok(())
     }
 
-    /// Destroys the queue pair of a device that is lost or whose completion queue failed. Returns
-    /// false if the endpoint has no queue pair any more. After an error the endpoint keeps its
-    /// queue pair.
-    pub(super) fn destroy(&mut self) -> Result<bool> {
-        let Some(pair) = &mut self.pair else { return Ok(false) };
-        pair.destroy()?;
-        Ok(true)
-    }
-
-    /// Removes and returns the queue pair. Returns `None` if the endpoint is closed.
-    pub(super) fn take(&mut self) -> Option<QueuePair> {
-        self.pair.take()
+    /// Destroys the queue pair. Does nothing if the endpoint is closed. After an error the endpoint
+    /// keeps its queue pair.
+    pub(super) fn destroy(&mut self) -> Result<()> {
+        if let Some(pair) = &mut self.pair {
+            pair.destroy()?;
+            self.pair = None;
+        }
+        Ok(())
     }
 }

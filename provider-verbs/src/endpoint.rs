@@ -5,7 +5,7 @@
 use std::{
     any::Any,
     collections::HashSet,
-    fmt,
+    fmt, mem,
     os::fd::BorrowedFd,
     ptr,
     sync::{Arc, Weak, atomic::Ordering},
@@ -144,7 +144,11 @@ impl Fabric {
     pub(super) fn abandon(&self, device: &Arc<OpenDevice>) {
         let alive: Vec<_> = self.endpoints.lock().iter().filter_map(Weak::upgrade).collect();
         let own = |endpoint: &&Arc<Endpoint>| Arc::ptr_eq(&endpoint.domain.pd.device, device);
-        alive.iter().filter(own).for_each(|endpoint| endpoint.abandon());
+        for endpoint in alive.iter().filter(own) {
+            if let Err(error) = endpoint.abandon() {
+                tracing::error!(error = %error.full(), "cannot end the requests of a lost device");
+            }
+        }
     }
 
     /// Returns the endpoint that `peer` names. Returns `None` if no open endpoint of this provider
@@ -410,8 +414,9 @@ impl Endpoint {
     /// the completions of other requests for the application.
     ///
     /// # Errors
-    /// Driver: the request did not complete before the timeout. It may still complete later. `why`
-    /// is the remedy.
+    /// - Driver: the request did not complete before the timeout. It may still complete later.
+    ///   `why` is the remedy.
+    /// - The errors of [`Endpoint::abandon`], if the device is lost.
     fn wait_for(
         &self,
         awaited: &Awaited,
@@ -429,8 +434,7 @@ impl Endpoint {
             let device = &self.domain.pd.device;
             device.read_events();
             if device.life.record.is_lost() {
-                // Ends the request, unless the queue pair cannot be destroyed.
-                self.abandon();
+                self.abandon()?;
             }
             if Instant::now() >= until {
                 return Err(device.refuse(ErrorKind::Driver, operation, why));
@@ -486,44 +490,41 @@ impl Endpoint {
     /// Closes the endpoint of a lost device, and completes its requests with the error of the loss.
     /// If another thread is closing the endpoint, waits until the requests have ended.
     ///
-    /// The requests stay in flight if the queue pair cannot be destroyed, because the NIC may still
-    /// use their memory. The next call retries.
-    fn abandon(&self) {
+    /// # Errors
+    /// The errors of [`Endpoint::tear_down`].
+    fn abandon(&self) -> Result<()> {
         let _closing = self.closing.lock();
         if !self.poster.lock().connection.is_open() {
-            return;
+            return Ok(());
         }
         // Requests that had completed before the loss keep their results.
         if let Err(error) = self.queues.drain() {
             tracing::debug!(error = %error.full(), "cannot read the completions of a lost device");
         }
-        let mut state = self.poster.lock();
-        for token in self.windows(&state) {
-            self.domain.windows.replace(&self.domain.pd, token);
-        }
-        match state.connection.destroy() {
-            Ok(true) => self.tear_down(state),
-            Ok(false) => {}
-            Err(error) => {
-                tracing::error!(error = %error.full(), "cannot end the requests of a lost device");
-            }
-        }
+        self.tear_down(self.poster.lock())
     }
 
     /// Frees the windows bound through the queue pair and allocates new ones, destroys the queue
     /// pair, and completes the requests in flight as canceled. Does nothing on a closed endpoint.
-    fn tear_down(&self, mut state: MutexGuard<'_, PostState>) {
-        let Some(pair) = state.connection.take() else { return };
-        let windows = self.windows(&state);
-        let left = state.requests.drop_all();
-        let used = state.requests.generations_used();
-        drop(state);
-        self.domain.pd.device.generations.fetch_add(used, Ordering::Relaxed);
-        self.queues.detach(&self.poster);
-        for token in windows {
+    ///
+    /// # Errors
+    /// The driver's error of destroying the queue pair. The endpoint stays open, and the requests
+    /// stay in flight, because the NIC may still use their memory. The windows are free, though.
+    /// The next call retries.
+    fn tear_down(&self, mut state: MutexGuard<'_, PostState>) -> Result<()> {
+        if !state.connection.is_open() {
+            return Ok(());
+        }
+        for token in self.windows(&state) {
             self.domain.windows.replace(&self.domain.pd, token);
         }
-        drop(pair);
+        // Precedes the destruction, after which a new queue pair may get the same number.
+        let used = state.requests.generations_used();
+        self.domain.pd.device.generations.fetch_add(used, Ordering::Relaxed);
+        state.connection.destroy()?;
+        let left = state.requests.drop_all();
+        drop(state);
+        self.queues.detach(&self.poster);
         if let Err(error) = self.release_stale() {
             tracing::error!(
                 error = %error.full(),
@@ -533,6 +534,7 @@ impl Endpoint {
         self.end_all(left);
         self.lanes.shut();
         self.domain.endpoints.fetch_sub(1, Ordering::Relaxed);
+        Ok(())
     }
 }
 
@@ -631,6 +633,7 @@ impl ProviderEndpoint for Endpoint {
     /// # Errors
     /// - Busy: a type 2A window is bound through the queue pair.
     /// - The driver's error of reading the completion queues.
+    /// - The errors of [`Endpoint::tear_down`].
     fn close(&self) -> Result<()> {
         let device = &self.domain.pd.device;
         if device.is_inherited() || !self.poster.lock().connection.is_open() {
@@ -638,24 +641,26 @@ impl ProviderEndpoint for Endpoint {
         }
         let drained = self.queues.drain();
         if device.life.record.is_lost() {
-            self.abandon();
-            return Ok(());
+            return self.abandon();
         }
         drained?;
         let _closing = self.closing.lock();
         let state = self.poster.lock();
         self.check_windows(&state, WindowEvent::DestroyQueuePair, "close endpoint")?;
-        self.tear_down(state);
-        Ok(())
+        self.tear_down(state)
     }
 }
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        if let Err(error) = self.close() {
-            tracing::error!(error = %error.full(), "cannot close a dropped endpoint");
-            // The queue pair must be destroyed before the fields drop the queues and the domain.
-            self.tear_down(self.poster.lock());
+        let Err(error) = self.close() else { return };
+        tracing::error!(error = %error.full(), "cannot close a dropped endpoint");
+        // The queue pair must be destroyed before the fields drop the queues and the domain.
+        if let Err(error) = self.tear_down(self.poster.lock()) {
+            tracing::error!(error = %error.full(), "a queue pair is leaked with its domain");
+            // The NIC may still write to the completion queues and to the staging buffers. The
+            // lanes own both through their queues and their poster.
+            mem::forget(Arc::clone(&self.lanes));
         }
     }
 }

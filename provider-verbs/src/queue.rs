@@ -5,6 +5,7 @@ use std::{
     cell::Cell,
     mem::MaybeUninit,
     os::fd::BorrowedFd,
+    ptr,
     sync::{Arc, Weak},
     time::{Duration, Instant},
 };
@@ -227,9 +228,15 @@ impl Queues {
         }
     }
 
+    /// Removes a poster whose queue pair is destroyed. If a new queue pair has got the same number,
+    /// the poster of the new queue pair stays.
     pub(super) fn detach(&self, poster: &Poster) {
         for queue in [&self.tx, &self.rx] {
-            queue.posters.write().remove(&poster.number);
+            let mut posters = queue.posters.write();
+            let found = posters.get(&poster.number);
+            if found.is_some_and(|found| ptr::eq(found.as_ptr(), poster)) {
+                posters.remove(&poster.number);
+            }
         }
     }
 

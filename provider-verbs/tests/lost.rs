@@ -375,7 +375,10 @@ fn requests_end_only_once_their_queue_pair_is_destroyed() {
         assert_eq!(setup.domain.nic_state(), NicState::Lost);
         assert_lost(&setup.cq.read(&mut Vec::new(), 8).expect_err("no completion"), "fatal");
     }
+    let rejected = setup.endpoint.close().expect_err("the driver still has the queue pair");
+    assert_eq!(rejected.error.os_errno().map(|errno| errno.0), Some(16), "{}", rejected.error);
     misbehave(fine());
+    let setup = Setup { endpoint: rejected.value, ..setup };
     assert_eq!(lost_completions(&*setup.cq, 1), [1]);
     setup.close();
     lab.assert_no_fd_is_left();

@@ -11,8 +11,9 @@ use std::{
     thread,
 };
 
+use crate::looped::Looped;
 use crate::staging_cases::*;
-use crate::wire::Misbehaviour;
+use crate::wire::{Call, Gate, Misbehaviour, hold};
 use crate::{fake, wire};
 use hmem_core::{
     Access, Addressing, Domain, DomainAttr, Endpoint, ErrorKind, Iova, Registry, RemoteKey,
@@ -314,6 +315,39 @@ fn bind_behind_a_staged_request_is_checked_at_the_post() {
     while net.device.step() {}
     let (mut here, _) = net.complete(1, 0);
     assert_eq!(here.remove(0).result.expect("success"), CHUNK);
+}
+
+/// MR-05: a queue pair gets the number of one that another thread has just destroyed.
+#[test]
+fn endpoint_opened_amid_the_close_of_one_with_its_number_gets_its_completions() {
+    let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
+    wire::misbehave(Misbehaviour { completes_late: true, ..Misbehaviour::default() });
+    let domain = fake::open(&verbs);
+    let cq = domain.open_cq(8).expect("open a queue");
+    let open = || Looped::open(&domain, &EndpointAttr::new(&cq));
+    let (old, library, gate) = (open(), wire::Shared::of_this_thread(), Arc::new(Gate::default()));
+    let new = thread::scope(|scope| {
+        let closing = scope.spawn(|| {
+            library.enter();
+            hold(Call::DestroyPair, 1, &gate);
+            old.close().map_err(|rejected| rejected.error)
+        });
+        while !gate.reached.load(Ordering::Acquire) && !closing.is_finished() {
+            thread::yield_now();
+        }
+        let new = open();
+        gate.open.store(true, Ordering::Release);
+        closing.join().expect("no panic").expect("close");
+        new
+    });
+    let region = domain.register(vec![0; 64], Access::all()).expect("register");
+    let key = region.key().expect("key");
+    let from = [region.slice(8, 8).expect("inside")];
+    new.write(&from, &[remote(&key, 8)], new.peer, 1).expect("post");
+    let mut done = Vec::new();
+    let reads = (0..8).find(|_| cq.read(&mut done, 1).expect("read completions") == 1);
+    assert!(reads.is_some(), "the completion of the new endpoint is lost");
+    assert_eq!(done.remove(0).result.expect("write"), 8);
 }
 
 /// EVT-04: the NIC sends immediate data in network byte order.

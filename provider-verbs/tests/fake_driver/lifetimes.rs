@@ -126,6 +126,41 @@ fn endpoint_with_a_failed_close_is_destroyed_before_its_queues() {
     assert_eq!(gone, ["destroy_qp", "destroy_cq", "destroy_comp_channel", "dealloc_pd"]);
 }
 
+/// MR-05: the NIC may use the memory of requests as long as the driver has their queue pair.
+#[test]
+fn requests_of_a_closed_endpoint_end_only_once_its_queue_pair_is_destroyed() {
+    let domain = open();
+    let (cq, endpoint) = side(&domain);
+    let region = buffer(&domain, 0);
+    endpoint.receive(&[region.slice(0, 8).expect("slice")], None, 1).expect("receive");
+    misbehave(Misbehaviour { refuses_destruction: libc::EBUSY, ..FINE });
+    let rejected = endpoint.close().expect_err("the driver keeps the queue pair");
+    let errno = rejected.error.os_errno().map(|errno| errno.0);
+    assert_eq!(errno, Some(libc::EBUSY), "{}", rejected.error);
+    assert_eq!(domain.live().endpoints, 1, "the endpoint is returned");
+    assert!(read(&cq).is_empty(), "the NIC may still write to the memory");
+    misbehave(FINE);
+    rejected.value.close().map_err(|rejected| rejected.error).expect("close");
+    assert_eq!(outcome(read(&cq).remove(0)), (1, Err(ErrorKind::Canceled)));
+    assert_eq!(domain.live().endpoints, 0);
+}
+
+/// MR-05
+#[test]
+fn dropped_endpoint_leaks_a_queue_pair_that_cannot_be_destroyed_with_its_domain() {
+    let domain = open();
+    let (cq, endpoint) = side(&domain);
+    let region = buffer(&domain, 0);
+    endpoint.receive(&[region.slice(0, 8).expect("slice")], None, 1).expect("receive");
+    misbehave(Misbehaviour { refuses_destruction: libc::EIO, ..FINE });
+    drop(endpoint);
+    assert!(read(&cq).is_empty(), "the NIC may still write to the memory");
+    misbehave(FINE);
+    fake::calls();
+    drop((region, cq, domain));
+    assert_eq!(calls_about(&["destroy", "dealloc", "close"]), <[&str; 0]>::default());
+}
+
 /// KEY-08
 #[test]
 fn endpoint_with_an_authorization_key_is_refused() {

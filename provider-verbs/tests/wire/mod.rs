@@ -179,6 +179,8 @@ pub(crate) struct Gate {
 pub(crate) enum Call {
     PollQueue,
     QueryPair,
+    /// The return of a call that has destroyed a queue pair.
+    DestroyPair,
 }
 
 /// Holds the `nth` of these calls by this thread from now on at a gate. The thread spins there, so
@@ -757,6 +759,7 @@ extern "C" fn destroy_qp(qp: *mut Qp) -> c_int {
             }
         }
     });
+    pass(Call::DestroyPair);
     0
 }
 
