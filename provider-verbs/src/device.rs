@@ -8,7 +8,7 @@ use std::{
     ffi::{CStr, c_int},
     fs,
     mem::{self, offset_of},
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, atomic::AtomicU32},
 };
 
@@ -143,7 +143,8 @@ impl OpenDevice {
     ) -> Result<Self> {
         // SAFETY: an open context names its device.
         let name = device_name(&library.functions, unsafe { (*context).device });
-        let nic = Nic { provider: "verbs".into(), pci_bus_id: pci_bus_id(&name), name };
+        let pci_bus_id = sysfs_folder(&name).and_then(|folder| bus_id_of(&folder));
+        let nic = Nic { provider: "verbs".into(), pci_bus_id, name };
         // SAFETY: all zeros is a valid value of this plain structure.
         let attr: DeviceAttr = unsafe { mem::zeroed() };
         let mut device = Self {
@@ -485,19 +486,23 @@ pub(super) fn max_registration(attr: &DeviceAttr) -> u64 {
     if attr.max_mr_size == 0 { u64::MAX } else { attr.max_mr_size }
 }
 
-/// Returns the PCI bus id of the device, from the link `/sys/class/infiniband/<name>/device`. A
-/// software device has no such link.
-fn pci_bus_id(name: &str) -> Option<String> {
-    bus_id_of(&fs::canonicalize(format!("/sys/class/infiniband/{name}/device")).ok()?)
+/// Returns the folder of the device in sysfs, from the link `/sys/class/infiniband/<name>/device`.
+/// A software device has no such link.
+pub(super) fn sysfs_folder(name: &str) -> Option<PathBuf> {
+    fs::canonicalize(format!("/sys/class/infiniband/{name}/device")).ok()
 }
 
-/// Returns the last component of a path in sysfs if it is a PCI bus id.
+/// Returns the PCI bus id of the function to which a folder in sysfs belongs. The folder of a
+/// sub-function (`mlx5_core.sf.4`) lies in the folder of its PCI function.
 fn bus_id_of(path: &Path) -> Option<String> {
-    let id = path.file_name()?.to_str()?;
-    let (domain, rest) = id.split_once(':')?;
     let hex = |text: &str| text.chars().all(|digit| digit.is_ascii_hexdigit());
-    (hex(domain) && rest.len() == 7 && rest.contains(':') && rest.contains('.'))
-        .then(|| id.to_owned())
+    let is_bus_id = |name: &&str| {
+        name.split_once(':').is_some_and(|(domain, rest)| {
+            hex(domain) && rest.len() == 7 && rest.contains(':') && rest.contains('.')
+        })
+    };
+    let mut names = path.ancestors().filter_map(|folder| folder.file_name()?.to_str());
+    names.find(is_bus_id).map(str::to_owned)
 }
 
 /// An `ibv_pd`. Dropping the value deallocates the protection domain, unless the application owns
@@ -541,5 +546,20 @@ impl Drop for ProtectionDomain {
         // Regions, windows and queue pairs in it hold the domain that owns this value. So they are
         // gone, or they were leaked, and the driver then refuses with EBUSY.
         self.device.destroy("ibv_dealloc_pd", || unsafe { deallocate(self.pd) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sub_function_has_the_bus_id_of_its_pci_function() {
+        let bus_id = |path: &str| bus_id_of(Path::new(path));
+        let function = "/sys/devices/pci0000:00/0000:00:01.0/0000:08:00.0";
+        assert_eq!(bus_id(function).as_deref(), Some("0000:08:00.0"));
+        assert_eq!(bus_id(&format!("{function}/mlx5_core.sf.4")).as_deref(), Some("0000:08:00.0"));
+        assert_eq!(bus_id("/sys/devices/pci0000:00"), None);
+        assert_eq!(bus_id("/sys/devices/platform/HISI00D1:00"), None);
     }
 }

@@ -4,6 +4,7 @@
 
 use std::{
     fs,
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -19,6 +20,7 @@ use parking_lot::Mutex;
 
 use crate::{
     access::Settings,
+    device::sysfs_folder,
     region::{Kind, Region},
     register::Registrar,
 };
@@ -92,7 +94,8 @@ impl Staging {
             return Ok(());
         }
         let nic = &registrar.pd.device.nic;
-        let pool = Pool::new(self.attr, numa_node(&nic.name))?;
+        let pool =
+            Pool::new(self.attr, sysfs_folder(&nic.name).and_then(|folder| numa_node(&folder)))?;
         let region = registrar.register_buffers(pool.range()).map_err(|error| {
             error.context("for", "staging buffers").context("length", pool.range().len())
         })?;
@@ -109,10 +112,31 @@ impl Staging {
     }
 }
 
-/// Returns the NUMA node of a device; `None` if the kernel does not report it.
-fn numa_node(device: &str) -> Option<u32> {
+/// Returns the NUMA node of the device with this folder in sysfs; `None` if the kernel does not
+/// report it. A sub-function's node is that of its PCI function, in whose folder it lies.
+fn numa_node(folder: &Path) -> Option<u32> {
     let text =
-        fs::read_to_string(format!("/sys/class/infiniband/{device}/device/numa_node")).ok()?;
+        folder.ancestors().find_map(|folder| fs::read_to_string(folder.join("numa_node")).ok())?;
     // The kernel writes -1 for a device without a node, which does not parse as `u32`.
     text.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sub_function_has_the_numa_node_of_its_pci_function() {
+        let root = std::env::temp_dir().join(format!("hmem-numa-node-{}", std::process::id()));
+        let function = root.join("0000:08:00.0");
+        let sub_function = function.join("mlx5_core.sf.4");
+        fs::create_dir_all(&sub_function).expect("create the folders");
+        let nodes = ["3\n", "-1\n"].map(|node| {
+            fs::write(function.join("numa_node"), node).expect("write the node");
+            [&function, &sub_function].map(|folder| numa_node(folder))
+        });
+        let without = numa_node(&root);
+        fs::remove_dir_all(&root).expect("remove the folders");
+        assert_eq!((nodes, without), ([[Some(3); 2], [None; 2]], None));
+    }
 }

@@ -64,6 +64,8 @@ impl Machine {
 fn nic_has_data_direct_if_libmlx5_reports_a_pci_function() {
     assert_eq!(data_direct(&verbs(Ok(FUNCTION))), Some(8));
     assert_eq!(data_direct(&verbs(Ok(c"/devices/pci10e2:0/10e2:03:00.0"))), Some(0x10e2));
+    let sub_function = c"/devices/pci0008:00/0008:01:00.0/mlx5_core.sf.4";
+    assert_eq!(data_direct(&verbs(Ok(sub_function))), Some(8));
     for function in [Ok(c""), Ok(c"/devices/virtual"), Err(19), Err(95)] {
         assert_eq!(data_direct(&verbs(function)), None, "{function:?}");
     }
