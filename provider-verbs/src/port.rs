@@ -10,7 +10,7 @@ use super::{
     device::OpenDevice,
     errors,
     gid::{self, GidEntry, choose_gid},
-    sys::{LinkLayer, PortAttr, PortState},
+    sys::{IBV_QPF_GRH_REQUIRED, LinkLayer, PortAttr, PortState},
 };
 
 /// Port and GID table entry that the application chose.
@@ -18,7 +18,7 @@ use super::{
 pub(super) struct PortChoice {
     /// Number of the port; `None` for the first active port.
     pub(super) number: Option<u8>,
-    /// Index in the port's GID table; `None` for the entry that [`choose_gid`] returns.
+    /// Index in the port's GID table; `None` for the default ([`Port::describe`]).
     pub(super) gid_index: Option<u8>,
 }
 
@@ -66,7 +66,11 @@ impl Port {
     }
 
     /// Returns the properties of a port. The GID is the entry with the index `gid_index`. If that
-    /// is `None`, an Ethernet port gets the GID of [`choose_gid`], and other ports get none.
+    /// is `None`, the link layer decides:
+    ///
+    /// - An Ethernet port gets the GID of [`choose_gid`].
+    /// - Another port gets the entry 0 if its packets must have a global route header, and else
+    ///   none.
     fn describe(
         device: &OpenDevice,
         number: u8,
@@ -78,14 +82,14 @@ impl Port {
             let why = "assign an address to the port's network interface: the port has no such GID";
             device.refuse(ErrorKind::Unavailable, "ibv_query_gid", why).context("port", number)
         };
-        let gid = match gid_index {
+        let is_ethernet = attr.link_layer == LinkLayer::IBV_LINK_LAYER_ETHERNET;
+        let is_routed = !is_ethernet && attr.flags & IBV_QPF_GRH_REQUIRED != 0;
+        let gid = match gid_index.or(is_routed.then_some(0)) {
             Some(index) => {
                 let entry = table()?.into_iter().find(|entry| entry.index == index);
                 Some(entry.ok_or_else(|| no_gid().context("index", index))?)
             }
-            None if attr.link_layer == LinkLayer::IBV_LINK_LAYER_ETHERNET => {
-                Some(choose_gid(&table()?).ok_or_else(no_gid)?)
-            }
+            None if is_ethernet => Some(choose_gid(&table()?).ok_or_else(no_gid)?),
             None => None,
         };
         tracing::debug!(nic = %device.nic, port = number, ?gid, "port chosen");

@@ -108,6 +108,9 @@ impl Builder {
     /// 4. a GID of unknown type
     /// 5. InfiniBand or RoCE version 1, not link-local
     /// 6. InfiniBand or RoCE version 1, link-local
+    ///
+    /// An InfiniBand port uses no GID by default: the LID addresses the peer. If the port's packets
+    /// must have a global route header (`IBV_QPF_GRH_REQUIRED`), the default is the entry 0.
     #[must_use]
     pub fn gid_index(mut self, index: u8) -> Self {
         self.domain.port.gid_index = Some(index);

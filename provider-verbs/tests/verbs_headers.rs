@@ -10,7 +10,7 @@ use std::{mem::offset_of, path::Path};
 use c_headers::Assertions;
 use hmem_provider_verbs::sys::{
     AccessFlags, AhAttr, AsyncEvent, AtomicCap, CompChannel, Context, DeviceAttr, DeviceAttrEx,
-    DeviceCaps, EventType, ForkStatus, Gid, GlobalRoute, IBV_ODP_SUPPORT,
+    DeviceCaps, EventType, ForkStatus, Gid, GlobalRoute, IBV_ODP_SUPPORT, IBV_QPF_GRH_REQUIRED,
     IBV_REREG_MR_CHANGE_ACCESS, IBV_REREG_MR_ERR_CMD, LinkLayer, Mr, Mw, MwBind, MwBindInfo,
     MwType, OdpCaps, Pd, PortAttr, PortState, Qp, QpAttr, QpAttrMask, QpCap, QpInitAttr, QpState,
     QpType, RecvWr, SendFlags, SendWr, Sge, VerbsContext, Wc, WcFlags, WcOpcode, WcStatus,
@@ -286,6 +286,7 @@ fn assertions() -> Assertions {
     for (name, flag) in QpAttrMask::all().iter_names() {
         assert.value(format_args!("IBV_QP_{name}"), flag.bits().into());
     }
+    assert.value("IBV_QPF_GRH_REQUIRED", IBV_QPF_GRH_REQUIRED.into());
     assert.value("IBV_ODP_SUPPORT", IBV_ODP_SUPPORT.into());
     assert.value("IBV_REREG_MR_CHANGE_ACCESS", IBV_REREG_MR_CHANGE_ACCESS.into());
     assert.value("IBV_REREG_MR_ERR_CMD", IBV_REREG_MR_ERR_CMD.into());

@@ -220,6 +220,9 @@ hmem_core::c_enum! {
     }
 }
 
+/// `IBV_QPF_GRH_REQUIRED`, the bit of [`PortAttr::flags`](super::PortAttr::flags) of a port whose
+/// packets must have a global route header (GRH).
+pub const IBV_QPF_GRH_REQUIRED: u8 = 1;
 /// `IBV_ODP_SUPPORT`, the bit of [`OdpCaps::general_caps`](super::OdpCaps::general_caps) for
 /// support of on-demand paging.
 pub const IBV_ODP_SUPPORT: u64 = 1;

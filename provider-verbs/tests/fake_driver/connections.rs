@@ -350,6 +350,15 @@ fn endpoint_opened_amid_the_close_of_one_with_its_number_gets_its_completions() 
     assert_eq!(done.remove(0).result.expect("write"), 8);
 }
 
+#[test]
+fn infiniband_port_that_needs_a_global_route_header_connects_with_its_first_gid() {
+    let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
+    wire::misbehave(Misbehaviour { needs_route: true, ..Misbehaviour::default() });
+    let domain = fake::open(&verbs);
+    let cq = domain.open_cq(8).expect("open a queue");
+    Looped::open(&domain, &EndpointAttr::new(&cq));
+}
+
 /// EVT-04: the NIC sends immediate data in network byte order.
 #[test]
 fn immediate_data_is_in_network_byte_order() {

@@ -40,6 +40,7 @@ const FINE: Misbehaviour = Misbehaviour {
     local_key: None,
     bind_gate: None,
     refuses_frees: 0,
+    needs_route: false,
 };
 
 fn open() -> Domain {

@@ -23,9 +23,10 @@ use std::{
 };
 
 use hmem_provider_verbs::sys::{
-    AccessFlags, CompChannel, Context, Cq, Device, DeviceAttr, DeviceCaps, Functions, LinkLayer,
-    Mr, Mw, MwBind, MwBindInfo, MwType, Pd, PortAttr, PortState, Qp, QpAttr, QpAttrMask,
-    QpInitAttr, QpState, RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags, WcOpcode, WcStatus, WrOpcode,
+    AccessFlags, AhAttr, CompChannel, Context, Cq, Device, DeviceAttr, DeviceCaps, Functions, Gid,
+    IBV_QPF_GRH_REQUIRED, LinkLayer, Mr, Mw, MwBind, MwBindInfo, MwType, Pd, PortAttr, PortState,
+    Qp, QpAttr, QpAttrMask, QpInitAttr, QpState, RecvWr, SendFlags, SendWr, Sge, Wc, WcFlags,
+    WcOpcode, WcStatus, WrOpcode,
 };
 
 use parking_lot::Mutex;
@@ -163,6 +164,9 @@ pub(crate) struct Misbehaviour {
     pub(crate) refuses_destruction: c_int,
     /// Errno with which a free of a window fails; 0 for success.
     pub(crate) refuses_frees: c_int,
+    /// True if packets of the port must have a global route header. Connections without that
+    /// header, or to another GID than that of the port, then fail with EINVAL.
+    pub(crate) needs_route: bool,
 }
 
 /// Gate in a call of the library. Binds of type 1 windows complete once their gate is open. Other
@@ -515,6 +519,23 @@ extern "C" fn query_port(context: *mut Context, _port: u8, attr: *mut PortAttr) 
     (attr.state, attr.active_mtu, attr.max_msg_sz, attr.lid) =
         (PortState::IBV_PORT_ACTIVE, 5, 1 << 30, (LIDS + device) as u16);
     attr.link_layer = LinkLayer::IBV_LINK_LAYER_INFINIBAND;
+    attr.gid_tbl_len = 2;
+    if with(|wire| wire.misbehaviour.needs_route) {
+        attr.flags = IBV_QPF_GRH_REQUIRED;
+    }
+    0
+}
+
+/// Returns an entry of the GID table of every port.
+fn gid(index: u8) -> Gid {
+    let mut raw = [0; 16];
+    (raw[0], raw[1], raw[15]) = (0xfe, 0x80, 1 + index);
+    Gid { raw }
+}
+
+extern "C" fn query_gid(_context: *mut Context, _port: u8, index: c_int, out: *mut Gid) -> c_int {
+    // SAFETY: the caller passes a writable GID.
+    unsafe { *out = gid(index as u8) };
     0
 }
 
@@ -775,6 +796,12 @@ extern "C" fn modify_qp(qp: *mut Qp, attr: *mut QpAttr, mask: c_int) -> c_int {
         if attr.qp_state == QpState::IBV_QPS_RESET && wire.misbehaviour.refuses_resets != 0 {
             return wire.misbehaviour.refuses_resets;
         }
+        if mask.contains(QpAttrMask::AV) && wire.misbehaviour.needs_route {
+            let AhAttr { is_global, grh, .. } = attr.ah_attr;
+            if is_global == 0 || grh.sgid_index != 0 || grh.dgid != gid(0) {
+                return libc::EINVAL;
+            }
+        }
         let far = (usize::from(attr.ah_attr.dlid).wrapping_sub(LIDS), attr.dest_qp_num);
         let peer = wire.pairs.iter().find(|(_, pair)| pair.place == far).map(|(id, _)| *id);
         let pair = wire.pairs.get_mut(&number).expect("a queue pair that is alive");
@@ -990,6 +1017,7 @@ pub(crate) fn functions() -> Functions {
             "ibv_ack_async_event" => life::ack_async_event as *const (),
             "ibv_query_device" => query_device as *const (),
             "ibv_query_port" => query_port as *const (),
+            "ibv_query_gid" => query_gid as *const (),
             "ibv_reg_mr" => reg_mr as *const (),
             "ibv_reg_mr_iova2" => reg_mr_iova2 as *const (),
             "ibv_dereg_mr" => dereg_mr as *const (),
