@@ -136,13 +136,14 @@ const SECTIONS: [(&str, &[Section]); 8] = [
         &[Section {
             title: "Exit status",
             text: "With --pointer: 0 if each wrong pointer was refused, 1 if one was registered or \
-                   could not be tried.",
+                   could not be tried. The memory is registered for reads and writes by peers, so \
+                   a NIC whose staged copies have only local rights (verbs) has no path staged.",
             terms: &[
                 ("0", "each pair of memory and NIC has a path"),
                 (
                     "1",
-                    "a pair has no path, nothing could be explained, or an iface that FI_HMEM \
-                     names is unavailable",
+                    "a pair has no path or could not be explained, nothing could be explained, or \
+                     an iface that FI_HMEM names is unavailable",
                 ),
                 WRONG,
             ],

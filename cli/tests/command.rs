@@ -292,9 +292,13 @@ fn info_shows_the_cache_limits_and_the_disabling_setting() {
         "{cache}"
     );
 
-    for variable in ["FI_MR_CACHE_MAX_COUNT", "FI_MR_CACHE_MAX_SIZE"] {
-        let (text, cache) = says(&[(variable, "0")]);
-        assert!(text.contains(&format!("off: {variable} is 0")), "{text}");
+    for (variable, value) in [
+        ("FI_MR_CACHE_MAX_COUNT", "0"),
+        ("FI_MR_CACHE_MAX_SIZE", "0"),
+        ("FI_MR_CACHE_MONITOR", "disabled"),
+    ] {
+        let (text, cache) = says(&[(variable, value)]);
+        assert!(text.contains(&format!("off: {variable} disables them")), "{text}");
         assert_eq!(cache["disabled_by"], variable, "{cache}");
     }
 }

@@ -195,8 +195,8 @@ class Endpoint:
         """Begins to write bytes of a region to the peer's region, like `read`."""
 
     def wait(self, count: int = 1, timeout: float | None = None) -> list[int]:
-        """Waits until `count` transfers have completed or `timeout` seconds have passed. Returns
-        the numbers of those that completed. Also executes transfers of peers.
+        """Waits until `count` transfers have completed, a transfer has failed, or `timeout` seconds
+        have passed. Returns the numbers of those that completed. Also executes transfers of peers.
 
         Raises the Error of a failed transfer, with its number in `transfer`. Other completions are
         left to the next call.

@@ -53,6 +53,12 @@ impl Transfers {
         completed
     }
 
+    /// Returns true if a wait for `count` completions has ended: `done` has as many, or has a
+    /// failed transfer, behind which `take` takes none.
+    fn has_ended(&self, count: usize) -> bool {
+        self.done.len() >= count || self.done.iter().any(|completion| completion.result.is_err())
+    }
+
     /// Takes the numbers of up to `count` completed transfers out of `done`. Stops before a failed
     /// transfer. If the first completed transfer failed, returns the number and the error of this
     /// transfer instead.
@@ -193,8 +199,8 @@ impl Endpoint {
         open.post(Direction::Write, peer, held, key, &span).or_raise(py)
     }
 
-    /// Waits until `count` transfers have completed or the timeout in seconds has passed, and
-    /// returns their numbers.
+    /// Waits until `count` transfers have completed, a transfer has failed, or the timeout in
+    /// seconds has passed, and returns their numbers.
     #[pyo3(signature = (count=1, timeout=None))]
     fn wait(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<Vec<u64>> {
         let open = self.open(py)?;
@@ -203,7 +209,7 @@ impl Endpoint {
             pyo3::exceptions::PyValueError::new_err(format!("timeout: {error}"))
         })?;
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        while open.transfers.lock().done.len() < count {
+        while !open.transfers.lock().has_ended(count) {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             let mut done = Vec::new();
             let slice = left.map_or(SIGNALS, |left| left.min(SIGNALS));

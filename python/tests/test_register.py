@@ -262,6 +262,16 @@ def test_failed_transfer_raises_its_error(domain):
         assert endpoint.wait(timeout=0) == []
 
 
+def test_failed_transfer_ends_a_wait_for_more(domain):
+    with domain.register(bytearray(64)) as local, domain.endpoint() as endpoint:
+        peer = endpoint.connect(endpoint.name)
+        with domain.register(bytes(64)) as read_only:
+            transfer = endpoint.write(peer, local, read_only.key)
+            with pytest.raises(hmem.Error) as raised:
+                endpoint.wait(4)
+        assert raised.value.transfer == transfer
+
+
 def test_repeated_registration_is_one_region_of_the_cache():
     """DOOR-05."""
     with hmem.Hmem(providers=["loopback"]).domain("loopback", cache=True) as domain:

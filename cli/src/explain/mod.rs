@@ -64,7 +64,8 @@ fn explain_nics(
     let mut skipped = Vec::new();
     let mut explanations = Vec::new();
     let mut pointers = Vec::new();
-    for pair in pairs(machine, nics, args, &mut skipped)? {
+    let (pairs, mut failed) = pairs(machine, nics, args, &mut skipped)?;
+    for pair in pairs {
         if !args.pointer.is_empty() {
             match pointers::claim_all(machine, &pair, args, &mut skipped) {
                 Ok(claimed) => pointers.extend(claimed),
@@ -79,7 +80,10 @@ fn explain_nics(
             .policy(args.policy);
         match found(machine, &pair, &request) {
             Ok(explanation) => explanations.push(PathEntry::new(machine, &pair, &explanation)),
-            Err(error) => skipped.push(Skipped::new(pair.name(machine), root(&error))),
+            Err(error) => {
+                failed |= pair.can_allocate();
+                skipped.push(Skipped::new(pair.name(machine), root(&error)));
+            }
         }
     }
     let missing = machine.hmem.missing_ifaces();
@@ -90,12 +94,13 @@ fn explain_nics(
         skipped,
         pointers: (!args.pointer.is_empty()).then_some(pointers),
         missing: missing.map(|(kind, _)| machine.iface_name(kind)).collect(),
+        failed,
     })
 }
 
 /// Explains a pair. Fails if the pair has device memory and the iface cannot allocate memory.
 fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result<Explanation> {
-    if pair.device.is_some() && pair.iface.allocator().is_none() {
+    if !pair.can_allocate() {
         return Err(Error::new(ErrorKind::Unsupported, "allocate")
             .iface(pair.iface)
             .remedy("choose another iface: this one cannot allocate memory to test with"));
@@ -104,19 +109,27 @@ fn found(machine: &Machine, pair: &Pair<'_>, request: &ExplainRequest) -> Result
 }
 
 /// Returns the pairs of each selected memory with each of `nics`. Adds to `skipped` the unavailable
-/// ifaces and NICs that the user asked for, and the ifaces whose devices cannot be listed.
+/// ifaces and NICs that the user asked for, and the ifaces whose devices cannot be listed. Also
+/// returns true if devices cannot be listed, or if a NIC cannot be opened although its provider
+/// started.
 fn pairs<'a>(
     machine: &'a Machine,
     nics: &[&'a ProviderNic],
     args: &ExplainArgs,
     skipped: &mut Vec<Skipped>,
-) -> Result<Vec<Pair<'a>>, Failure> {
+) -> Result<(Vec<Pair<'a>>, bool), Failure> {
     let absent = machine.absent.iter().filter(|absent| match &args.nic {
         // A NIC that cannot be opened is listed unless another NIC was selected.
         None => absent.sort == "NIC",
         Some(name) => absent.is_missed_by(name, !nics.is_empty()),
     });
-    skipped.extend(absent.map(Skipped::from));
+    let mut failed = false;
+    for absent in absent {
+        // Software NICs are absent from a kernel without io_uring, and are no failure.
+        let mut unopened = machine.hmem.absent_providers();
+        failed |= absent.sort == "NIC" && unopened.any(|(name, _)| name == absent.name);
+        skipped.push(Skipped::from(absent));
+    }
     for (kind, why) in machine.hmem.registry().absent() {
         let name = machine.iface_name(kind);
         let missing = machine.hmem.missing_ifaces().any(|(missing, _)| missing == kind);
@@ -138,6 +151,7 @@ fn pairs<'a>(
                 Ok(found) => devices
                     .extend(found.iter().map(|device| (Some(device.id), Some(device.memory)))),
                 Err(error) => {
+                    failed = true;
                     let what = format!("devices of {}", iface.name());
                     skipped.push(Skipped::new(what, &error));
                 }
@@ -155,7 +169,7 @@ fn pairs<'a>(
             pairs.extend(nics.iter().map(|nic| Pair { iface, device, memory, nic }));
         }
     }
-    Ok(pairs)
+    Ok((pairs, failed))
 }
 
 /// Returns a note about the unit of export for text output. The note is empty if the unit is the
@@ -168,6 +182,11 @@ fn unit_text(unit: Option<&str>) -> String {
 }
 
 impl Pair<'_> {
+    /// Returns false for device memory of an iface that cannot allocate.
+    fn can_allocate(&self) -> bool {
+        self.device.is_none() || self.iface.allocator().is_some()
+    }
+
     /// Returns the name of the pair, such as `cuda:0 to verbs/mlx5_0`.
     fn name(&self, machine: &Machine) -> String {
         let iface = machine.iface_name(self.iface.kind());

@@ -35,6 +35,10 @@ pub struct Report {
     /// The unavailable ifaces that `FI_HMEM` names.
     #[serde(skip)]
     pub(super) missing: Vec<String>,
+    /// True if a pair, the devices of an iface, or a NIC could not be explained because of an
+    /// error. Memory of an iface that cannot allocate does not count.
+    #[serde(skip)]
+    pub(super) failed: bool,
 }
 
 /// The explanation of the path between one memory and one NIC.
@@ -112,8 +116,10 @@ impl Report {
     /// Returns whether the command succeeded.
     ///
     /// All ifaces that `FI_HMEM` names must be available. Without `--pointer`, there must be a
-    /// pair, and each pair must have a path. With `--pointer`, there must be a pointer, nothing may
-    /// be skipped, and each pointer must have the correct outcome.
+    /// pair, and each pair must have a path, except pairs whose iface cannot allocate memory. Each
+    /// NIC that an available library lists must open, and each iface must list its devices. With
+    /// `--pointer`, there must be a pointer, nothing may be skipped, and each pointer must have the
+    /// correct outcome.
     #[must_use]
     pub fn passed(&self) -> bool {
         let correct = match &self.pointers {
@@ -124,6 +130,7 @@ impl Report {
             }
             None => {
                 !self.explanations.is_empty()
+                    && !self.failed
                     && self.explanations.iter().all(|entry| entry.path.is_some())
             }
         };

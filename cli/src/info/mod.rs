@@ -424,6 +424,7 @@ fn imports(imports: Imports) -> Vec<&'static str> {
     having([
         (imports.dma_buf, "dma-buf"),
         (imports.pcie_mapping_first == Some(true), "pcie-mapping-first"),
+        (imports.data_direct.is_some(), "data-direct"),
         (imports.peer_memory, "peer-memory"),
         (imports.staged, "staged"),
     ])

@@ -67,7 +67,7 @@ fn ifaces(out: &mut dyn Write, ifaces: &[IfaceEntry], style: Style) -> io::Resul
 fn cache(out: &mut dyn Write, cache: &CacheEntry, style: Style) -> io::Result<()> {
     style.heading(out, "Registration caches")?;
     if let Some(setting) = cache.disabled_by {
-        let text = format!("{setting} is 0: each registration is a new one");
+        let text = format!("{setting} disables them: each registration is a new one");
         style.item(out, "off:", &text)?;
     }
     let bytes = match cache.max_bytes {

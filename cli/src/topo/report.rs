@@ -107,7 +107,8 @@ pub struct FunctionEntry {
     pub acs: &'static str,
     /// The ACS bits that are set.
     pub acs_control: Vec<&'static str>,
-    /// The PCIe link above the function; null if there is none.
+    /// The PCIe link of the function; null if there is none. The link of a root port or downstream
+    /// port leads to the device below. Other links lead towards the root complex.
     pub link: Option<LinkEntry>,
     /// The coherent link between the function and the processor: `NVLink-C2C`, or `integrated` for
     /// a device that uses the processor's memory; null if there is none.

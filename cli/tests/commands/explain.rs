@@ -8,11 +8,11 @@ use std::{
 
 use crate::hmem_process::schema;
 use hmem::{
-    Hmem,
+    Errno, Hmem,
     loopback::Loopback,
     p2p::topology::Topology,
     provider::Imports,
-    system::{SIMULATED, Simulated},
+    system::{DeviceCall, SIMULATED, Simulated},
 };
 use hmem_cli::{
     args::ExplainArgs,
@@ -71,6 +71,24 @@ fn unavailable_nic_of_a_selected_provider_is_listed() {
         let args = ExplainArgs { nic: nic.map(str::to_owned), ..ExplainArgs::default() };
         let report = explain(&machine, &args).expect("a report");
         assert_eq!(report.skipped.len(), listed, "{nic:?}");
+    }
+}
+
+/// DIAG-01
+///
+/// Host memory has a path, and the memory of the device cannot be allocated.
+#[test]
+fn failed_allocation_fails_the_explanation() {
+    for (nth, passed) in [(1, false), (1000, true)] {
+        let device = Simulated::builder().fault(DeviceCall::CreateMemory, nth, Errno(12));
+        let device = device.build().expect("a device");
+        let hmem = Hmem::builder().without_vendor_ifaces().iface(device).build().expect("hmem");
+        let mut machine = Machine::new(hmem);
+        let loopback = Loopback::builder().nic("hardware").build().expect("a provider");
+        machine.add(Arc::new(loopback), true, "").expect("a NIC");
+        let report = explain(&machine, &ExplainArgs::default()).expect("a report");
+        assert!(report.explanations.iter().any(|entry| entry.iface == "system"));
+        assert_eq!((report.passed(), report.skipped.is_empty()), (passed, passed), "{report:?}");
     }
 }
 

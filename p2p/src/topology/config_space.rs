@@ -72,10 +72,11 @@ impl AcsControl {
     ];
 
     /// Returns whether the port sends requests or completions between two devices below it to the
-    /// root complex.
+    /// root complex, or may do so by its egress control vector. Linux tests the bits of the same
+    /// three controls (`pci_bridge_has_acs_redir`).
     #[must_use]
     pub const fn redirects(self) -> bool {
-        self.0 & 0x0c != 0
+        self.0 & 0x2c != 0
     }
 
     /// Returns the names of the set bits, in the spelling of `lspci`.
@@ -277,6 +278,12 @@ mod tests {
             control.names().collect::<Vec<_>>(),
             ["SrcValid", "ReqRedir", "CmpltRedir", "UpstreamFwd"]
         );
+    }
+
+    #[test]
+    fn each_of_three_controls_redirects() {
+        let redirecting = (0..16).map(|bit| 1 << bit).filter(|bit| AcsControl(*bit).redirects());
+        assert_eq!(redirecting.collect::<Vec<u16>>(), [0x04, 0x08, 0x20]);
     }
 
     #[test]
