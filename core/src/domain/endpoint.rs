@@ -342,7 +342,8 @@ impl Endpoint {
     ///
     /// # Errors
     /// - [`ErrorKind::Busy`] while a type 2A window is bound through the endpoint.
-    /// - The driver's error if the device failed.
+    /// - The driver's error. Requests can then still be in flight, and use their memory, until a
+    ///   later call succeeds.
     ///
     /// The error returns the endpoint.
     pub fn close(mut self) -> Result<(), Rejected<Self>> {

@@ -577,7 +577,8 @@ pub trait ProviderEndpoint: Any + fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// - Busy while a type 2A window is bound through the endpoint.
-    /// - The driver's error if the device failed.
+    /// - The driver's error. Requests can then still be in flight, and use their memory, until a
+    ///   later call succeeds.
     fn close(&self) -> Result<()>;
 }
 

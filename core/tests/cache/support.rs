@@ -37,6 +37,8 @@ pub(crate) struct CallRecords {
     failing: Mutex<Vec<ErrorKind>>,
     /// The number of deregistrations that the backend refuses, beginning with the next one.
     pub(crate) refusing: AtomicUsize,
+    /// True if the backend refuses deregistrations with `Busy`, and false for `Driver`.
+    pub(crate) busy: AtomicBool,
     /// The largest number of live registrations. 0 means no limit.
     pub(crate) room: AtomicUsize,
     /// The largest number of watches at once. 0 means no limit.
@@ -185,7 +187,9 @@ impl CacheBackend for RecordingBackend {
         self.0.deregistering.pass();
         let refuse = |left: usize| left.checked_sub(1);
         if self.0.refusing.fetch_update(Ordering::SeqCst, Ordering::SeqCst, refuse).is_ok() {
-            return Err(Rejected::new(region, Error::new(ErrorKind::Driver, "deregister")));
+            let busy = self.0.busy.load(Ordering::SeqCst);
+            let kind = if busy { ErrorKind::Busy } else { ErrorKind::Driver };
+            return Err(Rejected::new(region, Error::new(kind, "deregister")));
         }
         self.0.deregistrations.fetch_add(1, Ordering::SeqCst);
         let gone = self.0.registered.lock().remove(&region.id);

@@ -7,7 +7,7 @@ use std::{
         mpsc::{self, TryRecvError},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use hmem_core::{
@@ -325,6 +325,40 @@ fn refused_deregistration_is_retried_and_loses_no_region() {
     assert_empty(&records);
 }
 
+/// CACHE-07
+#[test]
+fn reclaim_retries_a_region_that_was_refused_meanwhile() {
+    let (cache, records) = cache(Limits::default());
+    cache.get_or_register(&key(0, PAGE)).unwrap();
+    records.refusing.store(1, Ordering::SeqCst);
+    records.deregistering.hold();
+    cache.invalidate(range(0, PAGE));
+    records.deregistering.until_held(1);
+    thread::scope(|scope| {
+        let reclaiming = spawn_asleep(scope, || true, || cache.reclaim());
+        records.deregistering.release();
+        reclaiming.join().unwrap();
+        assert_eq!(records.live(), 0, "the worker was refused, and reclaim did not retry");
+    });
+}
+
+/// CACHE-07
+#[test]
+fn region_in_use_is_retried_with_pauses_until_it_is_free() {
+    const MANY: usize = usize::MAX / 2;
+    let (cache, records) = cache(Limits::default());
+    cache.get_or_register(&key(0, PAGE)).unwrap();
+    records.busy.store(true, Ordering::SeqCst);
+    records.refusing.store(MANY, Ordering::SeqCst);
+    let start = Instant::now();
+    cache.invalidate(range(0, PAGE));
+    let attempts = || MANY - records.refusing.load(Ordering::SeqCst);
+    until(|| attempts() >= 6);
+    assert!(start.elapsed() >= 4 * Duration::from_millis(50), "the worker does not sleep");
+    records.refusing.store(0, Ordering::SeqCst);
+    until(|| records.live() == 0);
+}
+
 /// Runs `run` on a new thread. Returns once `ready` returns true and the thread sleeps after that,
 /// or once the thread has ended. A lookup that waits for another thread's registration holds the
 /// cache's lock from the publication of its lease until it sleeps.
@@ -390,16 +424,17 @@ fn evict_until_dropped<'s>(
 fn reclaim_ends_while_other_threads_keep_evicting() {
     let (cache, records) = cache(Limits::default());
     thread::scope(|scope| {
-        let first = evict_until_dropped(scope, (&cache, &records), &key(0, PAGE));
+        let mut last = evict_until_dropped(scope, (&cache, &records), &key(0, PAGE));
         let reclaiming = spawn_asleep(scope, || true, || cache.reclaim());
-        let second = evict_until_dropped(scope, (&cache, &records), &key(PAGE, PAGE));
-        assert!(!reclaiming.is_finished());
-        drop(first);
-        until(|| reclaiming.is_finished());
-        assert_eq!(records.live(), 1, "the second deregistration has not ended");
-        let reclaiming = spawn_asleep(scope, || true, || cache.reclaim());
-        assert!(!reclaiming.is_finished(), "the second deregistration began before");
-        drop(second);
+        assert!(!reclaiming.is_finished(), "a deregistration began before");
+        for page in 1.. {
+            let next = evict_until_dropped(scope, (&cache, &records), &key(page * PAGE, PAGE));
+            drop(std::mem::replace(&mut last, next));
+            if reclaiming.is_finished() {
+                break;
+            }
+            assert!(page < 10_000, "reclaim waits for ever");
+        }
     });
     assert_empty(&records);
 }

@@ -169,12 +169,15 @@ impl<S: CacheBackend> CacheCore<S> {
         locked.reclaim.pending_entries = pending_entries;
     }
 
-    /// Deregisters the regions of invalidated entries without a lease, and waits for the
-    /// deregistrations that other threads have begun.
+    /// Deregisters the regions of invalidated entries without a lease, and retries those that the
+    /// backend refused. Waits for the deregistrations that other threads have begun.
     pub(in crate::cache) fn reclaim(&self) {
         if self.leases.gate.is_forked() {
             return;
         }
+        // Another thread may be retrying a refused region that was in use until just now. If the
+        // backend refuses again, this call retries the region after that thread.
+        self.wait_for_deregistrations();
         let mut detached = DetachedRegions::new();
         let mut locked = self.state.lock();
         self.detach_invalidated(&mut locked, &mut detached);

@@ -292,9 +292,12 @@ impl Waker {
         }
     }
 
-    /// Makes the worker check [`ReclaimState::busy`] before it sleeps again.
+    /// Makes the worker check [`ReclaimState::busy`] before it sleeps again. The worker checks it
+    /// anyway after a deregistration of its own, which must not end its next sleep.
     pub(in crate::cache) fn announce_busy(&self) {
-        if let Some(worker) = self.worker.get() {
+        if let Some(worker) = self.worker.get()
+            && worker.id() != std::thread::current().id()
+        {
             worker.unpark();
         }
     }
