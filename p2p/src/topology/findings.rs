@@ -1,7 +1,7 @@
 //! Findings: properties of the hardware or the kernel that block or slow the path between a device
 //! and a NIC, with remedies.
 
-use super::{BusId, Distance, Redirection, Topology};
+use super::{BusId, Distance, Hop, Link, PciDevice, PciPath, Port, Redirection, Topology};
 
 /// Property of the hardware or the kernel that blocks or slows the path between a device and a NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,20 +86,17 @@ impl Topology {
                 format!("{device} shows {bar} of its {memory} bytes of memory through its BAR");
             add("bar", what, BAR);
         }
-        for function in [gpu, card] {
-            if let Some(link) = function.link.filter(super::Link::is_degraded) {
-                let speed = |it: Option<f32>| it.map_or("?".into(), |speed| speed.to_string());
-                let lanes = |it: Option<u8>| it.map_or("?".into(), |width| width.to_string());
-                let what = format!(
-                    "the link of {} runs at {} GT/s x{} of {} GT/s x{}",
-                    function.bus_id,
-                    speed(link.speed),
-                    lanes(link.width),
-                    speed(link.max_speed),
-                    lanes(link.max_width)
-                );
-                add("link", what, LINK);
-            }
+        for (id, link) in self.degraded_links(&path, gpu, card) {
+            let speed = |it: Option<f32>| it.map_or("?".into(), |speed| speed.to_string());
+            let lanes = |it: Option<u8>| it.map_or("?".into(), |width| width.to_string());
+            let what = format!(
+                "the link of {id} runs at {} GT/s x{} of {} GT/s x{}",
+                speed(link.speed),
+                lanes(link.width),
+                speed(link.max_speed),
+                lanes(link.max_width)
+            );
+            add("link", what, LINK);
         }
         for rdma in self.rdma_at(nic) {
             let down = rdma.ports.iter().all(|port| port.active == Some(false));
@@ -152,5 +149,30 @@ impl Topology {
             add("integrated", what, INTEGRATED);
         }
         found
+    }
+
+    /// Returns the degraded links of the path, each with the function at its lower end. This is the
+    /// device, the NIC or the upstream port of a switch, for example of the one on an AMD card. The
+    /// upper end may be a port that is faster than the function.
+    fn degraded_links(
+        &self,
+        path: &PciPath,
+        gpu: &PciDevice,
+        card: &PciDevice,
+    ) -> impl Iterator<Item = (BusId, Link)> {
+        path.hops.iter().filter_map(|hop| {
+            let id = match hop {
+                Hop::Function(id) => *id,
+                // The traffic of two devices below one switch does not cross its upstream link.
+                Hop::Bridge(id, Port::Upstream)
+                    if !(gpu.bridges.contains(id) && card.bridges.contains(id)) =>
+                {
+                    *id
+                }
+                _ => return None,
+            };
+            let link = self.device(id)?.link.filter(Link::is_degraded)?;
+            Some((id, link))
+        })
     }
 }

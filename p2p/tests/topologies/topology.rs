@@ -540,3 +540,23 @@ fn truncated_recording_is_refused() {
     let error = Topology::open(fixtures().join("laptop.txt")).unwrap_err().to_string();
     assert!(error.contains("laptop.txt") && error.contains("tar"), "{error}");
 }
+
+/// P2P-05: the PCIe switch on an AMD card hides the slot's link from the GPU.
+#[test]
+fn degraded_links_of_the_path_are_found_at_their_lower_ends() {
+    let machine = make("switch-acs");
+    let bridges = ["0000:17/0000:17:00.0", "0000:17/0000:17:00.0/0000:18:00.0"];
+    let shared = ["0000:3a/0000:3a:00.0/0000:3b:00.0"];
+    for bridge in bridges.iter().chain(&shared) {
+        machine.write(&format!("sys/devices/pci{bridge}/current_link_width"), "4\n");
+    }
+    let topology = Topology::open(machine.path()).unwrap();
+    let links = |gpu| {
+        let found = topology.findings(id(gpu), nic(&topology, "mlx5_0"), None);
+        let links = found.into_iter().filter(|finding| finding.name == "link");
+        links.map(|link| link.what).collect::<Vec<_>>()
+    };
+    let of = |id| format!("the link of {id} runs at 8 GT/s x4 of 8 GT/s x16");
+    assert_eq!(links("0000:1a:00.0"), [of("0000:18:00.0"), of("0000:3b:00.0")]);
+    assert_eq!(links("0000:3d:00.0"), [""; 0], "the path stays below the switch");
+}
