@@ -861,7 +861,6 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
         (ProviderFault::LeakedRegion, "every_set_of_rights_registers_at_any_start"),
         (ProviderFault::LeakedRegion, "any_order_of_drops_leaves_nothing_live"),
         (ProviderFault::LeakedRegion, "threads_register_transfer_and_close_at_once"),
-        (ProviderFault::LeakedRegion, "close_at_any_moment_loses_no_event"),
         (ProviderFault::Overrun, "posting_until_again_loses_no_completion"),
         (ProviderFault::AnyPeer, "peer_of_another_endpoint_is_refused"),
         (ProviderFault::IgnoredAuthKey, "peers_need_the_auth_key_of_the_region"),

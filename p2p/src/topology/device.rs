@@ -349,8 +349,8 @@ fn read(source: &Source, bus_id: BusId, mut place: PciLocation) -> Result<PciDev
         return Err(source.malformed(&at("class"), "more than 24 bits"));
     }
     let config = at("config");
-    let space = match source.bytes(&config)? {
-        Some(bytes) => source.parsed_or_skipped(&config, config_space::read(&bytes))?,
+    let space = match source.words(&config)? {
+        Some(words) => source.parsed_or_skipped(&config, config_space::read(|at| words.at(at)))?,
         None => None,
     };
     let bars = source.parsed(&at("resource"), bars::read)?.unwrap_or_default();

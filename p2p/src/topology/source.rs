@@ -10,7 +10,7 @@ use std::{
     collections::BTreeMap,
     fs::{self, File, OpenOptions},
     io::{self, Read},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
@@ -36,6 +36,25 @@ pub(super) enum Source {
     Folder { root: PathBuf, live: bool },
     /// The entries of an unpacked archive, by path.
     Archive { name: String, entries: BTreeMap<String, SourceEntry> },
+}
+
+/// A file whose words are read one by one.
+pub(super) enum Words<'a> {
+    File(File),
+    Bytes(&'a [u8]),
+}
+
+impl Words<'_> {
+    /// Returns the little-endian 32-bit word at an offset; `None` past the end of the file, or if
+    /// it cannot be read.
+    pub(super) fn at(&self, offset: usize) -> Option<u32> {
+        let mut word = [0; 4];
+        match self {
+            Self::File(file) => file.read_exact_at(&mut word, offset as u64).ok()?,
+            Self::Bytes(bytes) => word.copy_from_slice(bytes.get(offset..offset + 4)?),
+        }
+        Some(u32::from_le_bytes(word))
+    }
 }
 
 impl Source {
@@ -131,13 +150,31 @@ impl Source {
                 let found = below(root, path, *live).and_then(|path| read(&path, *live));
                 found.map_err(|error| self.failed(path, &error))
             }
-            Self::Archive { entries, .. } => match entries.get(path) {
-                Some(SourceEntry::File(bytes)) => Ok(Some(bytes.clone())),
-                Some(SourceEntry::Link(_)) => {
-                    Err(self.malformed(path, "a link in place of a file"))
-                }
-                None => Ok(None),
-            },
+            Self::Archive { .. } => Ok(self.entry(path)?.map(<[u8]>::to_vec)),
+        }
+    }
+
+    /// Opens the file at `path` for reads of single words. Returns `None` if the file does not exist
+    /// or is not readable.
+    pub(super) fn words(&self, path: &str) -> Result<Option<Words<'_>>> {
+        match self {
+            Self::Folder { root, live } => {
+                let found = below(root, path, *live)
+                    .and_then(|path| if_readable(open(&path, *live), *live));
+                let file = found.map_err(|error| self.failed(path, &error))?;
+                Ok(file.map(Words::File))
+            }
+            Self::Archive { .. } => Ok(self.entry(path)?.map(Words::Bytes)),
+        }
+    }
+
+    /// Returns the contents of an archive's file; `None` if there is no such file, as in a folder.
+    fn entry(&self, path: &str) -> Result<Option<&[u8]>> {
+        let Self::Archive { entries, .. } = self else { return Ok(None) };
+        match entries.get(path) {
+            Some(SourceEntry::File(bytes)) => Ok(Some(bytes)),
+            Some(SourceEntry::Link(_)) => Err(self.malformed(path, "a link in place of a file")),
+            None => Ok(None),
         }
     }
 
@@ -269,24 +306,33 @@ fn below(root: &Path, path: &str, live: bool) -> io::Result<PathBuf> {
     Ok(file)
 }
 
-/// Reads a file. Returns `None` if it does not exist or is not readable.
-fn read(path: &Path, live: bool) -> io::Result<Option<Vec<u8>>> {
+fn open(path: &Path, live: bool) -> io::Result<File> {
     // A recording must not contain links to files, and a named pipe must not block the reader.
     let flags = if live { libc::O_NONBLOCK } else { libc::O_NONBLOCK | libc::O_NOFOLLOW };
-    let file: io::Result<File> = OpenOptions::new().read(true).custom_flags(flags).open(path);
-    let outcome = file.and_then(|file| {
-        if !file.metadata()?.is_file() {
-            return Err(io::Error::other("not an ordinary file"));
-        }
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("not an ordinary file"));
+    }
+    Ok(file)
+}
+
+/// Reads a file. Returns `None` if it does not exist or is not readable.
+fn read(path: &Path, live: bool) -> io::Result<Option<Vec<u8>>> {
+    let outcome = open(path, live).and_then(|file| {
         let mut bytes = Vec::new();
         file.take(LARGEST_FILE + 1).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 > LARGEST_FILE {
+            return Err(io::Error::other(format!("larger than {LARGEST_FILE} bytes")));
+        }
         Ok(bytes)
     });
+    if_readable(outcome, live)
+}
+
+/// Returns `None` in place of the errors of a file that does not exist or is not readable.
+fn if_readable<T>(outcome: io::Result<T>, live: bool) -> io::Result<Option<T>> {
     match outcome {
-        Ok(bytes) if bytes.len() as u64 > LARGEST_FILE => {
-            Err(io::Error::other(format!("larger than {LARGEST_FILE} bytes")))
-        }
-        Ok(bytes) => Ok(Some(bytes)),
+        Ok(found) => Ok(Some(found)),
         Err(error) if gone(&error) => Ok(None),
         Err(error) => match error.raw_os_error() {
             Some(libc::EACCES | libc::EPERM) => Ok(None),
