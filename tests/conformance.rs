@@ -56,9 +56,9 @@ fn main() -> ExitCode {
     suite.run()
 }
 
-/// Adds tests of the software NIC in every mode. Key size, progress and pages vary, so that any two
-/// values of two of these dimensions occur together. The tests with pinned pages are ignored if the
-/// process cannot pin pages.
+/// Adds tests of the software NIC in every mode. All combinations of key size, progress and pages
+/// occur, each with one or two modes. The tests with pinned pages are ignored if the process cannot
+/// pin pages.
 fn software_nics(suite: &mut Suite) {
     let hardware = MrMode::LOCAL | MrMode::ALLOCATED | MrMode::HMEM | MrMode::BASIC_MEANS;
     let modes = [
@@ -77,24 +77,21 @@ fn software_nics(suite: &mut Suite) {
         ("hardware", hardware),
     ];
     for (number, (name, mode)) in modes.into_iter().enumerate() {
-        for other in [0, 1] {
-            let key_size = [8, 4][other];
-            let progress = [Progress::ByHand, Progress::Thread][(number + other) % 2];
-            let pages = [RemapPolicy::Follow, RemapPolicy::Pinned][(number / 2 + other) % 2];
-            let name = format!("loopback-{name}-{}", 8 * key_size);
-            suite.controlled_provider(&name, move || {
-                let unpinned = machine::without_pinned_pages();
-                if let Some(why) = unpinned.filter(|_| pages == RemapPolicy::Pinned) {
-                    return Err(Error::new(ErrorKind::Unavailable, "pinned pages").caused_by(why));
-                }
-                let faults = Faults::new();
-                let builder = Loopback::builder().needs(mode).key_size(key_size).faults(&faults);
-                let builder = builder.progress(progress).remap_policy(pages);
-                let data = if mode == MrMode::COLLECTIVE { 0 } else { key_size };
-                let nic = builder.cq_data_size(data).build()?;
-                Ok((Arc::new(nic.clone()), Arc::new((nic, faults))))
-            });
-        }
+        let key_size = [8, 4][number % 2];
+        let progress = [Progress::ByHand, Progress::Thread][number / 2 % 2];
+        let pages = [RemapPolicy::Follow, RemapPolicy::Pinned][number / 4 % 2];
+        suite.controlled_provider(&format!("loopback-{name}"), move || {
+            let unpinned = machine::without_pinned_pages();
+            if let Some(why) = unpinned.filter(|_| pages == RemapPolicy::Pinned) {
+                return Err(Error::new(ErrorKind::Unavailable, "pinned pages").caused_by(why));
+            }
+            let faults = Faults::new();
+            let builder = Loopback::builder().needs(mode).key_size(key_size).faults(&faults);
+            let builder = builder.progress(progress).remap_policy(pages);
+            let data = if mode == MrMode::COLLECTIVE { 0 } else { key_size };
+            let nic = builder.cq_data_size(data).build()?;
+            Ok((Arc::new(nic.clone()), Arc::new((nic, faults))))
+        });
     }
 }
 
