@@ -2,12 +2,6 @@
 
 use hmem_core::cause::Facts;
 
-/// The two hierarchies of control groups that can limit RDMA objects: version 2, and the RDMA
-/// controller of version 1. The fields of a hierarchy are the controllers in its line of
-/// `/proc/self/cgroup`, the folder with its groups, and the name of a file that each group has.
-const VERSIONS: [(&str, &str, &str); 2] =
-    [("", "sys/fs/cgroup", "cgroup.controllers"), ("rdma", "sys/fs/cgroup/rdma", "cgroup.procs")];
-
 /// The limits of RDMA objects that the process's control groups have.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum RdmaLimit {
@@ -19,37 +13,60 @@ pub(super) enum RdmaLimit {
     Unknown,
 }
 
+/// A hierarchy of control groups that can limit RDMA objects.
+struct Hierarchy {
+    /// The folder with the groups.
+    mount: &'static str,
+    /// The name of a file that each group has.
+    in_each_group: &'static str,
+    /// The name of a file that each group has except the root of the machine, which has no limits.
+    below_root: &'static str,
+}
+
+/// The hierarchy of the RDMA controller of version 1.
+const VERSION_1: Hierarchy = Hierarchy {
+    mount: "sys/fs/cgroup/rdma",
+    in_each_group: "cgroup.procs",
+    below_root: "rdma.max",
+};
+const VERSION_2: Hierarchy = Hierarchy {
+    mount: "sys/fs/cgroup",
+    in_each_group: "cgroup.controllers",
+    below_root: "cgroup.type",
+};
+
 /// Reads the limits of RDMA objects of all control groups of the process.
 pub(super) fn rdma_limit(facts: &Facts) -> RdmaLimit {
     let own = facts.text("proc/self/cgroup").unwrap_or_default();
-    let mut known = RdmaLimit::Unknown;
-    for (controllers, mount, in_every_group) in VERSIONS {
-        let group = own.lines().find_map(|line| {
+    // A line has the number of a hierarchy, the controllers of version 1, and the group.
+    let group_with = |has: fn(&str) -> bool| {
+        own.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
-            (fields.next()? == controllers).then_some(fields.next()?)
-        });
-        let Some(group) = group else { continue };
-        // A container does not see the groups above its own, which is its root. The root of the
-        // machine is not limited, and has no such file.
-        let root_is_limited = facts.text(&format!("{mount}/cgroup.type")).is_some();
-        if facts.text(&format!("{mount}/{in_every_group}")).is_none() {
-            return RdmaLimit::Unknown;
-        }
-        let mut path = group.trim_end_matches('/');
-        loop {
-            if let Some(reached) = reached_by(facts, &format!("{mount}{path}")) {
-                let group = if path.is_empty() { "/" } else { path };
-                return RdmaLimit::Reached(format!("group {group}: {reached}"));
-            }
-            let Some(end) = path.rfind('/') else { break };
-            path = &path[..end];
-        }
-        if root_is_limited {
-            return RdmaLimit::Unknown;
-        }
-        known = RdmaLimit::NotReached;
+            has(fields.next()?).then_some(fields.next()?)
+        })
+    };
+    // A controller belongs to one hierarchy.
+    let version_1 = group_with(|controllers| controllers.split(',').any(|name| name == "rdma"));
+    let version_2 = || group_with(str::is_empty).map(|group| (group, VERSION_2));
+    let found = version_1.map(|group| (group, VERSION_1)).or_else(version_2);
+    let Some((group, Hierarchy { mount, in_each_group, below_root })) = found else {
+        return RdmaLimit::Unknown;
+    };
+    let root_has = |file| facts.text(&format!("{mount}/{file}")).is_some();
+    if !root_has(in_each_group) {
+        return RdmaLimit::Unknown;
     }
-    known
+    let mut path = group.trim_end_matches('/');
+    loop {
+        if let Some(reached) = reached_by(facts, &format!("{mount}{path}")) {
+            let group = if path.is_empty() { "/" } else { path };
+            return RdmaLimit::Reached(format!("group {group}: {reached}"));
+        }
+        let Some(end) = path.rfind('/') else { break };
+        path = &path[..end];
+    }
+    // A container does not see the groups above its own, which is its root.
+    if root_has(below_root) { RdmaLimit::Unknown } else { RdmaLimit::NotReached }
 }
 
 /// Returns the first device whose number of objects has reached the group's limit, with the
@@ -114,7 +131,11 @@ mod tests {
             ("sys/fs/cgroup/rdma/c/rdma.max", "mlx5_0 hca_object=4"),
             ("sys/fs/cgroup/rdma/c/rdma.current", "mlx5_0 hca_object=4"),
         ];
+        let unified = ("sys/fs/cgroup/unified/cgroup.controllers", "");
+        assert_eq!(files(&[both, unified, v1[0], v1[1]]), not_reached);
+        let in_container = ("sys/fs/cgroup/rdma/rdma.max", "");
+        assert_eq!(files(&[both, v1[0], v1[1], in_container]), RdmaLimit::Unknown);
         let of_c = "group /c: mlx5_0 has 4 of 4 objects";
-        assert_eq!(files(&[both, mounted, v1[0], v1[1], v1[2]]), reached(of_c.into()));
+        assert_eq!(files(&[both, unified, v1[0], v1[1], v1[2]]), reached(of_c.into()));
     }
 }

@@ -47,8 +47,9 @@ impl fmt::Display for Port {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Acs {
     /// The state is unknown. In most cases the process can read only the first 64 bytes of
-    /// configuration space, because more needs `CAP_SYS_ADMIN`. In other cases the device does
-    /// not respond, or its configuration space is missing or malformed.
+    /// configuration space, because more needs `CAP_SYS_ADMIN`. In other cases the kernel shows no
+    /// extended space (`pci=nommconf`), the device does not respond, or its configuration space is
+    /// missing or malformed.
     Unreadable,
     /// The function has no ACS capability.
     Absent,
@@ -152,7 +153,12 @@ pub(super) fn read(word: impl Fn(usize) -> Option<u32>) -> Result<ConfigSpace, S
         7 | 8 => Port::Bridge,
         _ => Port::Endpoint,
     });
-    let acs = if port.is_none() { Acs::Absent } else { extended(&word)? };
+    let acs = match port {
+        None => Acs::Absent,
+        // A system without access to extended space hides the ACS capabilities of its ports.
+        Some(Port::RootPort | Port::Downstream) if word(CONVENTIONAL).is_none() => Acs::Unreadable,
+        Some(_) => extended(&word)?,
+    };
     Ok(ConfigSpace { port, acs })
 }
 
@@ -227,10 +233,14 @@ pub(super) fn write(space: ConfigSpace, bridge: bool) -> Vec<u8> {
         Port::Downstream => 0x62,
         Port::Bridge => 0x72,
     };
-    if let Acs::Control(control) = space.acs {
-        bytes.extend((u32::from(ACS) | 1 << 16).to_le_bytes());
-        bytes.resize(CONVENTIONAL + ACS_CONTROL, 0);
-        bytes.extend(control.0.to_le_bytes());
+    match space.acs {
+        Acs::Control(control) => {
+            bytes.extend((u32::from(ACS) | 1 << 16).to_le_bytes());
+            bytes.resize(CONVENTIONAL + ACS_CONTROL, 0);
+            bytes.extend(control.0.to_le_bytes());
+        }
+        // An empty list of extended capabilities.
+        _ => bytes.extend([0; 4]),
     }
     bytes
 }
@@ -286,6 +296,16 @@ mod tests {
         let space = read(&root_port()[..HEADER]).unwrap();
         assert_eq!(space, ConfigSpace { port: None, acs: Acs::Unreadable });
         assert_eq!(space.acs.redirects(), None);
+    }
+
+    #[test]
+    fn acs_of_a_port_is_unreadable_without_extended_space() {
+        let mut bytes = root_port();
+        bytes.truncate(CONVENTIONAL);
+        assert_eq!(read(&bytes).unwrap().acs, Acs::Unreadable);
+        bytes[0x52] = 0x02;
+        let endpoint = ConfigSpace { port: Some(Port::Endpoint), acs: Acs::Absent };
+        assert_eq!(read(&bytes), Ok(endpoint));
     }
 
     #[test]

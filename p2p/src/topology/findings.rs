@@ -18,7 +18,8 @@ pub struct Finding {
 
 const ACS: &str = "turn off ACS redirection on these ports, in firmware or with setpci, if the \
                    devices are trusted; or turn on ATS in the NIC";
-const ACS_UNKNOWN: &str = "run the command as root (CAP_SYS_ADMIN) to read ACS";
+const ACS_UNKNOWN: &str = "run the command as root (CAP_SYS_ADMIN) to read ACS; if it still cannot \
+                           be read, boot without pci=nommconf";
 const IOMMU: &str = "boot with iommu=pt, so that the IOMMU does not translate";
 const IOMMU_ARM: &str = "boot with iommu.passthrough=1, so that the IOMMU does not translate";
 const BAR: &str = "turn on Above 4G Decoding and Resizable BAR in firmware, or choose a device \
