@@ -41,7 +41,8 @@
 //!
 //! A map finds the index of a region by domain and key. A key of 4 bytes that the NIC chooses
 //! consists of the index and 8 bits of the generation. Such a key repeats after 256 uses of its
-//! index, so freed indices wait before their reuse.
+//! index, so freed indices wait before their reuse. The keys of a window take their tags from the
+//! same count: each bind uses the index once.
 
 use std::{
     collections::{VecDeque, hash_map::Entry},
@@ -456,13 +457,18 @@ impl Regions {
     ///
     /// # Errors
     /// OutOfResources: the table is full.
-    pub(super) fn reserve_index(&self) -> Result<u32> {
-        Ok(self.table.write().slots.take()?.index)
+    pub(super) fn reserve_index(&self) -> Result<Token> {
+        self.table.write().slots.take()
     }
 
-    /// Frees an index that [`Regions::reserve_index`] has reserved.
-    pub(super) fn free_index(&self, index: u32) {
-        self.table.write().slots.free(index);
+    /// Frees an index that [`Regions::reserve_index`] has reserved. Skips the generations whose
+    /// tags the window's keys had, from the tag of the reserved generation to `last_tag`.
+    pub(super) fn free_index(&self, index: u32, last_tag: u8) {
+        let slots = &mut self.table.write().slots;
+        let generation = &mut slots.all[index as usize].generation;
+        let skipped = last_tag.wrapping_sub(*generation as u8);
+        *generation = generation.saturating_add(u32::from(skipped));
+        slots.free(index);
     }
 }
 

@@ -337,15 +337,16 @@ impl Windows {
                 .remedy("allocate a window of a type in `window_types`"));
         }
         let mut index = self.index.write();
-        let prefix = if self.prefixes_are_indices {
-            u64::from(self.nic.regions.reserve_index()?)
+        let (prefix, tag) = if self.prefixes_are_indices {
+            let token = self.nic.regions.reserve_index()?;
+            (u64::from(token.index), token.generation as u8)
         } else {
-            self.random_prefix(&index)
+            (self.random_prefix(&index), 0)
         };
         index.last_token += 1;
         let state = State {
             prefix,
-            tag: 0,
+            tag,
             binding: None,
             ending: Endings::new(),
             freed: false,
@@ -478,7 +479,7 @@ impl Windows {
 
     pub(super) fn free(&self, window: ProviderWindow) -> Result<()> {
         let window = self.find(window, "free window")?;
-        let (endings, prefix) = {
+        let (endings, prefix, tag) = {
             let mut index = self.index.write();
             let mut state = window.state.lock();
             window.check(&state, WindowEvent::Deallocate, "free window")?;
@@ -486,11 +487,11 @@ impl Windows {
             index.by_token.remove(&window.token);
             self.count.fetch_sub(1, Ordering::Release);
             index.by_prefix.remove(&state.prefix);
-            (state.take_binding(), state.prefix)
+            (state.take_binding(), state.prefix, state.tag)
         };
         Binding::end_all(&endings);
         if self.prefixes_are_indices {
-            self.nic.regions.free_index(prefix as u32);
+            self.nic.regions.free_index(prefix as u32, tag);
         }
         Ok(())
     }

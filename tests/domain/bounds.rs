@@ -1,14 +1,15 @@
 //! Property tests against naive models: requested keys, and the bounds and rights of regions and
-//! sub-regions.
+//! sub-regions. Keys of grants.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use crate::link::Memory;
 use crate::{link, machine};
 use hmem::{
-    Access, Address, AddressRange, Addressing, Error, ErrorKind, Iova, MemoryRegion, MrFlags,
-    MrMode, RemoteKey,
+    Access, Address, AddressRange, Addressing, Error, ErrorKind, GrantKind, Iova, MemoryRegion,
+    MrFlags, MrMode, RemoteKey,
     loopback::{Loopback, Progress, RemapPolicy},
+    provider::WindowType,
     transfer::Operation,
 };
 use hmem_conformance::link::{Link, REMOTE, mr_attr, pattern, remote, segment};
@@ -315,5 +316,22 @@ fn sub_regions_match_a_byte_map_of_their_base() {
                 },
             );
         }
+    }
+}
+
+/// MW-09: each bind and each unbind of a type 1 window takes one of the 256 tags of its keys.
+#[test]
+fn grants_by_type_1_windows_reuse_no_key_soon() {
+    let nic = Loopback::builder().key_size(4).windows([WindowType::One]);
+    let target = link::open(nic, MrMode::PROV_KEY, Memory::Host).link.target;
+    let access = Access::RECV | Access::MW_BIND;
+    let region = target.domain.register(vec![0; 4096], access).expect("registered");
+    let mut seen = HashSet::new();
+    for round in 0..600 {
+        let grant = region.grant(&target.endpoint, 0..64, Access::REMOTE_READ).expect("granted");
+        assert_eq!(grant.kind(), GrantKind::Window(WindowType::One));
+        let key = grant.key().expect("a key").as_u64().expect("one number");
+        assert!(seen.insert(key), "the key of an earlier grant came back in round {round}");
+        grant.revoke().expect("revoked");
     }
 }

@@ -69,8 +69,8 @@ struct BoundWindow {
     /// The endpoint through which a type 2 window was bound.
     endpoint: Arc<dyn ProviderEndpoint>,
     key: RemoteKey,
-    /// The number of earlier grants that used the window.
-    uses: u8,
+    /// The number of tags of the window's key that earlier grants used up.
+    used_tags: u8,
     /// A guard that keeps the region from being closed until the window is unbound or freed.
     region: Dependent,
 }
@@ -86,8 +86,8 @@ pub(super) struct SpareWindows {
 struct Spare {
     kind: WindowType,
     window: ProviderWindow,
-    /// The number of grants that used the window.
-    uses: u8,
+    /// The number of tags of the window's key that grants used up.
+    used_tags: u8,
 }
 
 /// The order in which a grant tries the window types.
@@ -105,15 +105,17 @@ impl SpareWindows {
                 return Ok(spare);
             }
         }
-        Ok(Spare { kind, window: domain.windows()?.alloc_window(kind)?, uses: 0 })
+        Ok(Spare { kind, window: domain.windows()?.alloc_window(kind)?, used_tags: 0 })
     }
 
-    /// Keeps an unbound window for reuse. Each bind gives the window's key another tag, which is
-    /// the lowest 8 bits of the key. Once all tags have been used, this method frees the window
-    /// instead, because the next bind would make the key of an earlier grant valid again.
+    /// Keeps an unbound window for reuse. A grant gives the window's key one new tag, which is the
+    /// lowest 8 bits of the key, or two if the window has type 1: its unbind is a bind too. Once
+    /// all tags have been used, this method frees the window instead, because the next bind would
+    /// make the key of an earlier grant valid again.
     fn put(&self, domain: &DomainInner, mut spare: Spare) {
-        spare.uses = spare.uses.saturating_add(1);
-        if spare.uses < u8::MAX {
+        let tags = if spare.kind == WindowType::One { 2 } else { 1 };
+        spare.used_tags = spare.used_tags.saturating_add(tags);
+        if spare.used_tags < u8::MAX {
             self.windows.lock().push_back(spare);
         } else {
             free(domain, spare.window);
@@ -260,11 +262,11 @@ fn bind_window(
             return Err(error);
         }
     };
-    let Spare { window, uses, .. } = spare;
+    let Spare { window, used_tags, .. } = spare;
     let base = base(region, bind.offset, bind.addressing);
     let key = RemoteKey::new(bind.addressing, base, bind.len, window.key);
     let endpoint = Arc::clone(&endpoint.provider);
-    Ok(BoundWindow { kind, window, bind, endpoint, key, uses, region: dependent })
+    Ok(BoundWindow { kind, window, bind, endpoint, key, used_tags, region: dependent })
 }
 
 fn register_sub_region(
@@ -398,7 +400,7 @@ impl Grant {
         if !self.domain.process.is_current() {
             return Ok(());
         }
-        let BoundWindow { kind, window, bind, endpoint, uses, .. } = bound;
+        let BoundWindow { kind, window, bind, endpoint, used_tags, .. } = bound;
         let windows = self.domain.windows()?;
         let unbound = if *kind == WindowType::One {
             let nothing = WindowBind { offset: 0, len: 0, access: Access::empty(), ..*bind };
@@ -408,7 +410,7 @@ impl Grant {
         };
         match unbound {
             Ok(window) => {
-                let spare = Spare { kind: *kind, window, uses: *uses };
+                let spare = Spare { kind: *kind, window, used_tags: *used_tags };
                 self.domain.spare_windows.put(&self.domain, spare);
                 Ok(())
             }

@@ -122,6 +122,35 @@ fn four_byte_keys_are_not_reused_soon() {
     assert!(seen.iter().map(|key| key >> 8).collect::<HashSet<_>>().len() < 1000);
 }
 
+/// KEY-02, KEY-07: windows and regions take their keys from the same indices.
+#[test]
+fn four_byte_keys_of_windows_and_regions_are_not_reused_soon() {
+    let domain = domain(&Loopback::builder().key_size(4).build().unwrap(), MrMode::PROV_KEY);
+    let windows = domain.windows().unwrap();
+    let (buffer, access) = (Buffer::new(8), Access::RECV | Access::MW_BIND);
+    let register = || {
+        let attr = RegAttr::provider_key().access(access);
+        attr.register(&*domain, &[host(buffer.range(), true)]).unwrap()
+    };
+    let base = register();
+    let mut seen = HashSet::from([base.key]);
+    let mut new = |key| assert!(seen.insert(key), "key {key:#x} came back");
+    for round in 0..3000 {
+        let region = register();
+        new(region.key);
+        domain.deregister(region).unwrap();
+        let mut window = windows.alloc_window(WindowType::One).unwrap();
+        for len in [8, 0].into_iter().cycle().take(2 * (round % 3) + 2) {
+            let access = if len > 0 { Access::REMOTE_READ } else { Access::empty() };
+            let addressing = Addressing::Virtual;
+            let bind = WindowBind { region: base, offset: 0, len, access, addressing };
+            window = windows.bind_window(window, &bind).unwrap();
+            new(window.key);
+        }
+        windows.free_window(window).unwrap();
+    }
+}
+
 /// KEY-02
 #[test]
 fn eight_byte_keys_that_the_nic_chooses_do_not_come_back() {
