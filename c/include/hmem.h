@@ -991,7 +991,7 @@ struct hmem_error *hmem_window_key_bytes(const struct hmem_window *window,
                                          size_t *length);
 
 /**
- * Unbinds and frees a window. Does nothing for null.
+ * Unbinds and frees a window. Does nothing for null. After an error the window stays open.
  *
  * The caller promises:
  * `window` is null, or a window that no other call uses.

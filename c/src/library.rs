@@ -153,6 +153,7 @@ pub(crate) fn check_flags(call: Call, flags: u64, known: u64) -> Result<()> {
 /// Converts the failure of a report to an error.
 pub(crate) fn report_failed(failure: Failure) -> Error {
     let kind = match failure {
+        Failure::Error(error) => return *error,
         Failure::Usage(_) => ErrorKind::InvalidArgument,
         Failure::Failed(_) | Failure::Output(_) => ErrorKind::Driver,
     };

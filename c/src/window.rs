@@ -4,7 +4,7 @@
 
 use std::ptr;
 
-use hmem::{Access, Error, ErrorKind, RemoteKey, Result, Type1Window};
+use hmem::{Access, Error, ErrorKind, Rejected, RemoteKey, Result, Type1Window};
 
 use crate::{
     call::{Call, Handle},
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn hmem_window_key_bytes(
     })
 }
 
-/// Unbinds and frees a window. Does nothing for null.
+/// Unbinds and frees a window. Does nothing for null. After an error the window stays open.
 ///
 /// # Safety
 /// `window` is null, or a window that no other call uses.
@@ -141,8 +141,7 @@ pub unsafe extern "C" fn hmem_window_close(window: *mut hmem_window) -> *mut hme
         // SAFETY: the caller promises null or a handle that no other call uses.
         unsafe {
             call.close(window, |window| {
-                drop(window);
-                Ok(())
+                window.close().map_err(|Rejected { value, error }| (value, error))
             })
         }
     })

@@ -83,6 +83,8 @@ pub enum Failure {
     Usage(Box<Problem>),
     /// A failed operation, or an iface, NIC or resource that is unavailable: exit status 1.
     Failed(Box<Problem>),
+    /// An error of the library: exit status 1.
+    Error(Box<hmem::Error>),
     /// The output could not be written: exit status 1.
     Output(io::Error),
 }
@@ -93,7 +95,7 @@ impl Failure {
     pub const fn status(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
-            Self::Failed(_) | Self::Output(_) => 1,
+            Self::Error(_) | Self::Failed(_) | Self::Output(_) => 1,
         }
     }
 
@@ -102,6 +104,7 @@ impl Failure {
     pub fn problem(&self) -> Problem {
         match self {
             Self::Usage(problem) | Self::Failed(problem) => (**problem).clone(),
+            Self::Error(error) => (&**error).into(),
             Self::Output(error) => Problem::new(format!("cannot write the output: {error}")),
         }
     }
@@ -122,11 +125,11 @@ impl std::error::Error for Failure {}
 
 impl From<hmem::Error> for Failure {
     /// Returns [`Failure::Usage`] for a bad value in an environment variable, and
-    /// [`Failure::Failed`] for every other error.
+    /// [`Failure::Error`] for every other error.
     fn from(error: hmem::Error) -> Self {
         match (error.kind(), error.context_value("variable")) {
             (ErrorKind::InvalidArgument, Some(_)) => Self::Usage(Box::new(error.into())),
-            _ => Self::failed(error),
+            _ => Self::Error(Box::new(error)),
         }
     }
 }

@@ -66,8 +66,9 @@ fn check_single_thread() -> Result<()> {
     })?;
     match tasks.count() {
         1 => Ok(()),
-        threads => Err(refuse()
-            .context("threads", threads)
-            .remedy("call `hmem_cli::main_with` before the program starts threads")),
+        threads => Err(refuse().context("threads", threads).remedy(
+            "run the command `hmem`, or call `hmem_cli::main_with` or Python's `hmem.info` \
+                 before the program starts threads",
+        )),
     }
 }

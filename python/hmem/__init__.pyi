@@ -38,7 +38,11 @@ class Report(dict[str, Any]):
     """True if the command returns 0."""
 
 def info(*, nic: str | None = None) -> Report:
-    """Returns the document of `hmem info --json`."""
+    """Returns the document of `hmem info --json`.
+
+    NICs of libfabric are listed only if no other thread runs in the process, because libfabric
+    reads environment variables. This holds for `check` and `explain` too.
+    """
 
 def check(
     *,

@@ -6,14 +6,14 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use hmem::{Builder, CacheAttr, DomainAttr, ErrorKind, libfabric::Libfabric, loopback::Loopback};
-use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::{
     endpoint::Endpoint,
     error::Raise,
     exported::Exported,
-    region::{Held, Region, close_only, closed},
+    region::{Held, Region},
+    slot::Slot,
 };
 
 /// The ifaces and providers of a program: `hmem.Hmem`.
@@ -31,8 +31,8 @@ fn add(builder: Builder, name: &str) -> hmem::Result<Builder> {
             let fabric = Libfabric::builder();
             let fabric = if filter.is_empty() { fabric } else { fabric.provider(filter) };
             // SAFETY:
-            // - The caller is attached to the interpreter, and keeps other threads of Python from
-            //   changing the environment.
+            // - The module needs the GIL (`gil_used`), which the caller has. So no other thread of
+            //   Python changes the environment.
             // - `hmem.Hmem` demands of programs that they close regions and endpoints only after
             //   the transfers of peers.
             Ok(builder.provider_or_absent("libfabric", unsafe { fabric.build() }))
@@ -83,21 +83,20 @@ impl Hmem {
         let cache_attr = cache.then(CacheAttr::default);
         let attr = DomainAttr { nic, cache: cache_attr, ..DomainAttr::default() };
         let domain = py.detach(|| self.inner.domain(provider, attr)).or_raise(py)?;
-        Ok(Domain { open: Mutex::new(Some(Arc::new(domain))), cached: cache })
+        Ok(Domain { open: Slot::new(domain), cached: cache })
     }
 }
 
 /// An open NIC: `hmem.Domain`.
 #[pyclass(frozen, module = "hmem")]
 pub(crate) struct Domain {
-    open: Mutex<Option<Arc<hmem::Domain>>>,
+    open: Slot<hmem::Domain>,
     cached: bool,
 }
 
 impl Domain {
     fn open(&self, py: Python<'_>) -> PyResult<Arc<hmem::Domain>> {
-        let open = self.open.lock().clone();
-        open.ok_or_else(|| closed("domain")).or_raise(py)
+        self.open.get("domain").or_raise(py)
     }
 }
 
@@ -155,9 +154,8 @@ impl Domain {
 
     /// Closes the NIC. Fails while a region or an endpoint is open.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let (why, remedy) = ("another thread uses the domain", "end its calls first");
         let close = |domain: hmem::Domain| py.detach(|| domain.close());
-        close_only(&self.open, why, remedy, close).or_raise(py)
+        self.open.close("domain", "wait for it first", close).or_raise(py)
     }
 
     fn __enter__(this: Py<Self>) -> Py<Self> {

@@ -17,7 +17,8 @@ use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
     error::{self, Raise},
-    region::{Held, Region, close_only, closed},
+    region::{Held, Region},
+    slot::Slot,
 };
 
 /// The time after which a wait looks for signals such as Ctrl-C.
@@ -81,11 +82,10 @@ impl Transfers {
     }
 }
 
-impl Drop for Open {
+impl Drop for Transfers {
     fn drop(&mut self) {
         // A NIC may use the memory of transfers that never completed, so the memory is not freed.
-        let left = mem::take(&mut self.transfers.get_mut().in_flight);
-        left.into_values().for_each(mem::forget);
+        mem::take(&mut self.in_flight).into_values().for_each(mem::forget);
     }
 }
 
@@ -99,7 +99,7 @@ enum Direction {
 /// An endpoint: `hmem.Endpoint`.
 #[pyclass(frozen, module = "hmem")]
 pub(crate) struct Endpoint {
-    open: Mutex<Option<Arc<Open>>>,
+    open: Slot<Open>,
 }
 
 impl Endpoint {
@@ -108,12 +108,11 @@ impl Endpoint {
         let attr = EndpointAttr { depth, ..EndpointAttr::new(&queue) };
         let endpoint = domain.open_endpoint(&attr)?;
         let open = Open { endpoint, queue, transfers: Mutex::default() };
-        Ok(Self { open: Mutex::new(Some(Arc::new(open))) })
+        Ok(Self { open: Slot::new(open) })
     }
 
     fn open(&self, py: Python<'_>) -> PyResult<Arc<Open>> {
-        let open = self.open.lock().clone();
-        open.ok_or_else(|| closed("endpoint")).or_raise(py)
+        self.open.get("endpoint").or_raise(py)
     }
 }
 
@@ -204,11 +203,10 @@ impl Endpoint {
     #[pyo3(signature = (count=1, timeout=None))]
     fn wait(&self, py: Python<'_>, count: usize, timeout: Option<f64>) -> PyResult<Vec<u64>> {
         let open = self.open(py)?;
-        let timeout = timeout.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)));
-        let timeout = timeout.transpose().map_err(|error| {
-            pyo3::exceptions::PyValueError::new_err(format!("timeout: {error}"))
-        })?;
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        // A timeout that is too long for a `Duration` never ends.
+        let deadline = timeout
+            .and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok())
+            .and_then(|timeout| Instant::now().checked_add(timeout));
         while !open.transfers.lock().has_ended(count) {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             let mut done = Vec::new();
@@ -234,18 +232,22 @@ impl Endpoint {
     /// Closes the endpoint. Fails while a transfer is in flight.
     #[expect(clippy::result_large_err, reason = "the error returns the endpoint")]
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let (why, remedy) = ("another thread uses the endpoint", "end its calls first");
-        close_only(&self.open, why, remedy, |mut open| {
-            if open.transfers.get_mut().in_flight.is_empty() {
-                py.detach(|| drop(open));
-                return Ok(());
-            }
-            let error = hmem::Error::new(hmem::ErrorKind::Busy, "close endpoint")
-                .context("why", "transfers are in flight")
-                .remedy("wait for the transfers first");
-            Err(Rejected::new(open, error))
-        })
-        .or_raise(py)
+        let close = |open: Open| {
+            let Open { endpoint, queue, transfers } = open;
+            let (endpoint, error) = if transfers.lock().in_flight.is_empty() {
+                match py.detach(|| endpoint.close()) {
+                    Ok(()) => return Ok(()),
+                    Err(Rejected { value, error }) => (value, error),
+                }
+            } else {
+                let error = hmem::Error::new(hmem::ErrorKind::Busy, "close endpoint")
+                    .context("why", "transfers are in flight")
+                    .remedy("wait for the transfers first");
+                (endpoint, error)
+            };
+            Err(Rejected::new(Open { endpoint, queue, transfers }, error))
+        };
+        self.open.close("endpoint", "wait for it first", close).or_raise(py)
     }
 
     fn __enter__(this: Py<Self>) -> Py<Self> {

@@ -30,6 +30,9 @@ pub(crate) fn of(py: Python<'_>, error: &hmem::Error) -> PyErr {
 
 /// Returns the exception for a subcommand that could not run.
 pub(crate) fn of_failure(py: Python<'_>, failure: &Failure) -> PyErr {
+    if let Failure::Error(error) = failure {
+        return of(py, error);
+    }
     raised(|| {
         let problem = failure.problem();
         let exception = Error::new_err(problem.to_string());

@@ -8,6 +8,7 @@
 //!
 //! - `error`, `dlpack`
 //! - `exported`
+//! - `slot`
 //! - `region`
 //! - `endpoint`
 //! - `domain`
@@ -20,9 +21,10 @@ mod endpoint;
 mod error;
 mod exported;
 mod region;
+mod slot;
 
 /// The compiled module of the package.
-#[pyo3::pymodule]
+#[pyo3::pymodule(gil_used = true)]
 mod _hmem {
     use hmem_cli::Outcome;
     use pyo3::prelude::*;

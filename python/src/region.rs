@@ -5,15 +5,14 @@
 use std::sync::Arc;
 
 use hmem::{
-    Access, ErrorKind, KeptRaw, OwnedCachedRegion, Promise, Raw, RegionSlice, Rejected, RemoteKey,
-    Request,
+    Access, KeptRaw, OwnedCachedRegion, Promise, Raw, RegionSlice, Rejected, RemoteKey, Request,
 };
-use parking_lot::Mutex;
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
     error::{Raise, to_python},
     exported::{Exported, Holder},
+    slot::Slot,
 };
 
 /// A registration, with the export that keeps the memory allocated.
@@ -124,55 +123,28 @@ impl Held {
 /// A registered object: `hmem.Region`.
 #[pyclass(frozen, module = "hmem")]
 pub(crate) struct Region {
-    /// The registration; `None` once the region is closed. Each transfer in flight has a further
-    /// reference to the registration, and the region cannot be closed meanwhile.
-    held: Mutex<Option<Arc<Held>>>,
+    held: Slot<Held>,
 }
 
 impl From<Held> for Region {
     fn from(held: Held) -> Self {
-        Self { held: Mutex::new(Some(Arc::new(held))) }
+        Self { held: Slot::new(held) }
     }
 }
 
 impl Region {
     pub(crate) fn held(&self, py: Python<'_>) -> PyResult<Arc<Held>> {
-        let held = self.held.lock().clone();
-        held.ok_or_else(|| closed("region")).or_raise(py)
+        self.held.get("region").or_raise(py)
     }
 }
 
-/// Returns the error for an object that was closed.
-pub(crate) fn closed(what: &'static str) -> hmem::Error {
-    hmem::Error::new(ErrorKind::BadState, "use")
-        .context("why", format_args!("the {what} was closed"))
-        .remedy("use it before it is closed")
-}
-
-/// Closes the value in `slot` by `close`, and empties the slot. Does nothing for an empty slot.
-///
-/// # Errors
-/// Busy, with the reason `why`, if there are other references to the value. The error of `close`.
-/// After an error the value is in the slot again.
-pub(crate) fn close_only<T>(
-    slot: &Mutex<Option<Arc<T>>>,
-    why: &'static str,
-    remedy: &'static str,
-    close: impl FnOnce(T) -> Result<(), Rejected<T>>,
-) -> hmem::Result<()> {
-    let Some(shared) = slot.lock().take() else { return Ok(()) };
-    let (shared, error) = match Arc::try_unwrap(shared) {
-        Ok(only) => match close(only) {
-            Ok(()) => return Ok(()),
-            Err(Rejected { value, error }) => (Arc::new(value), error),
-        },
-        Err(shared) => {
-            let error = hmem::Error::new(ErrorKind::Busy, "close").context("why", why);
-            (shared, error.remedy(remedy))
+impl Drop for Region {
+    fn drop(&mut self) {
+        if let Some(held) = self.held.take() {
+            // A deregistration may wait for transfers of peers.
+            Python::attach(|py| py.detach(|| drop(held)));
         }
-    };
-    *slot.lock() = Some(shared);
-    Err(error)
+    }
 }
 
 #[pymethods]
@@ -223,9 +195,7 @@ impl Region {
 
     /// Deregisters the memory, or ends the lease of a cached region.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let (why, remedy) =
-            ("a transfer is in flight, or another thread uses the region", "wait for it first");
-        close_only(&self.held, why, remedy, |held| held.close(py)).or_raise(py)
+        self.held.close("region", "wait for it first", |held| held.close(py)).or_raise(py)
     }
 
     fn __enter__(this: Py<Self>) -> Py<Self> {
@@ -238,9 +208,9 @@ impl Region {
     }
 
     fn __repr__(&self) -> String {
-        match self.held.lock().as_deref() {
-            None => "<hmem.Region closed>".to_owned(),
-            Some(held) => match held.region().decision() {
+        match self.held.get("region") {
+            Err(_) => "<hmem.Region closed>".to_owned(),
+            Ok(held) => match held.region().decision() {
                 Ok(decision) => format!("<hmem.Region {} bytes, {}>", held.len(), decision.path),
                 Err(_) => format!("<hmem.Region {} bytes>", held.len()),
             },

@@ -262,6 +262,14 @@ def test_failed_transfer_raises_its_error(domain):
         assert endpoint.wait(timeout=0) == []
 
 
+def test_timeout_may_be_longer_than_any_duration(domain):
+    with domain.register(bytearray(64)) as local, domain.endpoint() as endpoint:
+        peer = endpoint.connect(endpoint.name)
+        for timeout in [float("inf"), 1e20]:
+            transfer = endpoint.write(peer, local, local.key)
+            assert endpoint.wait(timeout=timeout) == [transfer]
+
+
 def test_failed_transfer_ends_a_wait_for_more(domain):
     with domain.register(bytearray(64)) as local, domain.endpoint() as endpoint:
         peer = endpoint.connect(endpoint.name)

@@ -20,7 +20,7 @@ use super::{
     region_state::{Dependent, RegionInner, Settle},
 };
 use crate::{
-    Access, Addressing, Error, ErrorKind, Iova, MrMode, RemoteKey, Result,
+    Access, Addressing, Error, ErrorKind, Iova, MrMode, Rejected, RemoteKey, Result,
     provider::{
         Features, ProviderWindow, WindowBind, WindowRule, WindowState, WindowStatus, WindowType,
         Windows,
@@ -161,6 +161,7 @@ struct Allocated {
     kind: WindowType,
     /// The provider's window with its first key. The state of the window has the current key.
     window: ProviderWindow,
+    freed: bool,
 }
 
 /// The binding of a window to a part of a region. It keeps the region from being closed.
@@ -297,7 +298,7 @@ impl Allocated {
     fn new(domain: &Arc<DomainInner>, kind: WindowType) -> Result<Self> {
         domain.process.check("alloc window")?;
         let window = domain.windows()?.alloc_window(kind)?;
-        Ok(Self { domain: Arc::clone(domain), kind, window })
+        Ok(Self { domain: Arc::clone(domain), kind, window, freed: false })
     }
 
     /// Locks the window's state.
@@ -313,6 +314,16 @@ impl Allocated {
         Ok(state.lock())
     }
 
+    /// Frees the window. Does nothing if it was freed before, and in a forked child, where freeing
+    /// the window would free a window of the parent.
+    fn free(&mut self) -> Result<()> {
+        if !self.freed && self.domain.process.is_current() {
+            self.domain.windows()?.free_window(self.window)?;
+            self.freed = true;
+        }
+        Ok(())
+    }
+
     fn check_endpoint(&self, endpoint: &Endpoint, operation: &'static str) -> Result<()> {
         if Arc::ptr_eq(&endpoint.domain, &self.domain) {
             return Ok(());
@@ -323,12 +334,7 @@ impl Allocated {
 
 impl Drop for Allocated {
     fn drop(&mut self) {
-        if !self.domain.process.is_current() {
-            // In a forked child, freeing the window would free a window of the parent.
-            return;
-        }
-        let freed = self.domain.windows().and_then(|windows| windows.free_window(self.window));
-        if let Err(error) = freed {
+        if let Err(error) = self.free() {
             tracing::error!(error = %error.full(), "cannot free a memory window");
         }
     }
@@ -401,6 +407,17 @@ impl Type1Window {
         drop(state);
         drop(before);
         Ok(())
+    }
+
+    /// Frees the window. Its key becomes invalid. Does nothing in a forked child.
+    ///
+    /// # Errors
+    /// The error that the driver reported. The error returns the window.
+    pub fn close(mut self) -> Result<(), Rejected<Self>> {
+        match self.window.free() {
+            Ok(()) => Ok(()),
+            Err(error) => Err(Rejected::new(self, error.of_call("close window"))),
+        }
     }
 
     /// Returns the state: [`WindowState::Valid`] while the window is bound, otherwise

@@ -643,6 +643,24 @@ fn grant_whose_window_is_not_freed_keeps_its_region_registered() {
     misbehave(FINE);
 }
 
+/// MW-06: the close of a window that the driver did not free returns the window.
+#[test]
+fn close_of_a_window_that_is_not_freed_returns_it() {
+    let domain = open();
+    let region = buffer(&domain, 1);
+    let window = domain.alloc_type_1_window().expect("allocate");
+    window.bind(&region, 0, 64, Access::REMOTE_READ).expect("bind");
+    misbehave(Misbehaviour { refuses_frees: libc::EIO, ..FINE });
+    let rejected = window.close().expect_err("the driver fails");
+    assert_eq!(rejected.error.os_errno(), Some(hmem_core::Errno(libc::EIO)), "{}", rejected.error);
+    misbehave(FINE);
+    let window = rejected.value;
+    assert_eq!((window.state(), domain.live().windows), (WindowState::Valid, 1));
+    window.close().map_err(|rejected| rejected.error).expect("close");
+    assert_eq!(domain.live().windows, 0);
+    region.close().map_err(|rejected| rejected.error).expect("nothing is bound to it");
+}
+
 /// MW-09: a grant over rdma_rxe, which has neither bounds of windows nor sub-regions, says that its
 /// peer reaches the whole region.
 #[test]
