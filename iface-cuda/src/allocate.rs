@@ -47,6 +47,7 @@ impl Allocator for DeviceAllocator {
     /// Frees memory. First notifies the monitor's subscribers, so that they invalidate cached
     /// registrations of the memory.
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        self.lookup.contexts.check_process("free")?;
         let mut owned = self.lookup.contexts.allocations.owned.take("free", allocation, false)?;
         let mut freed = false;
         let result = self.lookup.contexts.retain_until_close(owned.device).and_then(|context| {
@@ -309,6 +310,7 @@ impl HostRegistrar for DeviceAllocator {
     }
 
     fn unregister(&self, range: AddressRange) -> Result<()> {
+        self.lookup.contexts.check_process("host_unregister")?;
         let Some(locked) = self.lookup.contexts.allocations.take_page_locked(range) else {
             return Err(CUDA
                 .error(ErrorKind::InvalidArgument, "host_unregister")

@@ -9,7 +9,7 @@
 
 #![allow(unsafe_code, reason = "calls the driver on contexts")]
 
-use hmem_core::{DeviceId, ErrorKind, Result};
+use hmem_core::{DeviceId, ErrorKind, IfaceKind, ProcessMark, Result};
 use hmem_iface_kit::log_failure;
 use parking_lot::{Mutex, MutexGuard};
 
@@ -26,6 +26,10 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct PrimaryContexts {
     pub(crate) driver: Driver,
+    /// The process that opened the iface. A forked child neither calls the driver nor takes a lock
+    /// of the iface: a thread of the parent may have held the lock during the fork, and no thread
+    /// of the child releases it.
+    pub(crate) process: ProcessMark,
     /// Allocations and page-locked ranges that the iface must release.
     pub(crate) allocations: AllocationTable,
     /// The primary context of each device, in the order of the driver's devices. `None` while the
@@ -198,9 +202,25 @@ fn pop(functions: &Functions) -> Result<()> {
 }
 
 impl PrimaryContexts {
-    pub(crate) fn new(driver: Driver) -> Self {
+    /// # Errors
+    /// The errors of [`ProcessMark::current`].
+    pub(crate) fn new(driver: Driver) -> Result<Self> {
+        let process = ProcessMark::current()?;
         let retained = driver.devices.iter().map(|_| Mutex::new(None)).collect();
-        Self { driver, allocations: AllocationTable::default(), retained }
+        Ok(Self { driver, process, allocations: AllocationTable::default(), retained })
+    }
+
+    /// Returns true if the calling process opened the iface, and false in a forked child.
+    pub(crate) fn is_own_process(&self) -> bool {
+        self.process.is_current()
+    }
+
+    /// Checks that the calling process opened the iface.
+    ///
+    /// # Errors
+    /// BadState in a forked child.
+    pub(crate) fn check_process(&self, operation: &'static str) -> Result<()> {
+        self.process.check(operation).map_err(|error| error.iface(IfaceKind::CUDA))
     }
 
     /// Locks the element of [`Self::retained`] for a device, which must be one of the driver's
@@ -216,6 +236,7 @@ impl PrimaryContexts {
     /// Retains the primary context of a device. The driver creates the context if it does not exist
     /// in the process.
     pub(crate) fn retain(&self, device: DeviceId) -> Result<WorkContext<'_>> {
+        self.check_process("cuDevicePrimaryCtxRetain")?;
         let entry = self.driver.device("cuDevicePrimaryCtxRetain", device)?;
         self.join(entry, &mut self.lock(device))
     }
@@ -263,6 +284,7 @@ impl PrimaryContexts {
 
     /// Retains the primary context of a device if the context already exists in this process.
     pub(crate) fn retain_if_active(&self, device: DeviceId) -> Result<Option<WorkContext<'_>>> {
+        self.check_process("cuDevicePrimaryCtxGetState")?;
         let entry = self.driver.device("cuDevicePrimaryCtxGetState", device)?;
         let mut primary = self.lock(device);
         if primary.is_none() && !self.is_active(device)? {
@@ -430,7 +452,14 @@ impl PrimaryContexts {
 impl Drop for PrimaryContexts {
     /// Releases every retained context. Logs the error if the driver refuses to destroy a stream,
     /// for example after a reset of the context, and releases the context nevertheless.
+    ///
+    /// In a forked child, leaks the table of the parent's memory, whose drop would report the
+    /// memory as not freed.
     fn drop(&mut self) {
+        if !self.is_own_process() {
+            std::mem::forget(std::mem::take(&mut self.allocations));
+            return;
+        }
         for device in self.device_ids() {
             let mut primary = self.lock(device);
             let Err(error) = self.release(device, &mut primary) else { continue };

@@ -323,6 +323,9 @@ struct StreamCopy {
 
 impl DeviceCopy for StreamCopy {
     fn has_ended(&self) -> bool {
+        if !self.streams.lookup.contexts.is_own_process() {
+            return true;
+        }
         let functions = self.streams.functions();
         let asked = with_context(functions, self.at.context, || {
             // SAFETY: the event belongs to this copy.
@@ -333,6 +336,8 @@ impl DeviceCopy for StreamCopy {
 
     fn finish(self) -> Result<()> {
         let Self { streams, at, stream, event } = self;
+        // The copy of a parent accesses no memory of its forked child.
+        streams.lookup.contexts.check_process("copy")?;
         let functions = streams.functions();
         with_context(functions, at.context, || {
             // SAFETY: the event belongs to this copy, and `CopyStreams::start` recorded it.

@@ -84,6 +84,7 @@ impl Builder {
     /// - Unavailable if the library, a required symbol or a device is absent, or the
     ///   driver does not start. The error names the library, and the driver's code if there is one.
     /// - Unavailable if the driver cannot return the range of an allocation.
+    /// - The errors of [`ProcessMark::current`](hmem_core::ProcessMark::current).
     /// - Otherwise the error of a query for the devices or for an address.
     pub fn open(mut self) -> Result<Cuda> {
         let monitor = match self.monitor {
@@ -112,15 +113,17 @@ impl Cuda {
     /// # Errors
     /// - Busy while memory of this iface is allocated, opened or page-locked, or a copy is in
     ///   flight.
+    /// - BadState in a forked child.
     /// - Otherwise the driver's error.
     ///
     /// The error holds the iface, which still works.
     pub fn close(self) -> Result<(), Rejected<Self>> {
-        let (allocations, copies) =
-            (self.lookup.contexts.allocations.len(), self.copier.in_flight());
-        check_idle(IfaceKind::CUDA, allocations, copies)
-            .and_then(|()| self.lookup.contexts.release_all())
-            .map_err(|error| Rejected::new(self, error))
+        let contexts = &self.lookup.contexts;
+        let closed = contexts.check_process("close").and_then(|()| {
+            check_idle(IfaceKind::CUDA, contexts.allocations.len(), self.copier.in_flight())?;
+            contexts.release_all()
+        });
+        closed.map_err(|error| Rejected::new(self, error))
     }
 
     /// Invalidates the cached registrations of `range`, and then calls `free`, by which the
@@ -130,7 +133,12 @@ impl Cuda {
     /// identity ([`CudaMonitorKind`]). An allocator of the application can call this method for
     /// each free, so that no registration outlives its memory. An example is a pluggable allocator
     /// of PyTorch.
+    ///
+    /// In a forked child, only calls `free`.
     pub fn while_freeing<T>(&self, range: AddressRange, free: impl FnOnce() -> T) -> T {
+        if !self.lookup.contexts.is_own_process() {
+            return free();
+        }
         self.allocator.subscriptions.while_freeing(range, free)
     }
 
@@ -154,7 +162,7 @@ impl Cuda {
                     "no NVIDIA device is visible: see `nvidia-smi -L` and CUDA_VISIBLE_DEVICES",
                 ));
         }
-        let lookup = PointerLookup::new(PrimaryContexts::new(driver)).map_err(|error| {
+        let lookup = PointerLookup::new(PrimaryContexts::new(driver)?).map_err(|error| {
             if error.is_unsupported() {
                 CUDA.unavailable("cuPointerGetAttributes", &library).caused_by(error)
             } else {

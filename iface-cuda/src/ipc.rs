@@ -107,6 +107,7 @@ impl Ipc for IpcExchange {
     }
 
     unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
+        self.lookup.contexts.check_process("ipc_close")?;
         let (device, last) = self.lookup.contexts.allocations.begin_close(allocation)?;
         let mut closed = false;
         let ended = self.lookup.contexts.retain_until_close(device).and_then(|context| {

@@ -25,7 +25,7 @@ use std::{
 };
 
 use hmem_core::{
-    AddressRange, Allocation, AllocationKind, Error, ErrorKind, Result,
+    AddressRange, Allocation, AllocationKind, Error, ErrorKind, ProcessMark, Result,
     iface::MonitorSource,
     monitor::{
         DetectionMethod, FreeSubscriptions, InvalidationCause, Invalidator, Monitor, Subscription,
@@ -171,6 +171,7 @@ impl MonitorSource for CudaMonitors {
             hooks,
             by_hooks: kind == CudaMonitorKind::Hooks,
             why,
+            process: self.lookup.contexts.process,
             watches: Mutex::default(),
         }))
     }
@@ -186,6 +187,8 @@ struct CudaMonitor {
     by_hooks: bool,
     /// The monitor's [`rationale`](Monitor::rationale).
     why: String,
+    /// The process that opened the iface. A forked child takes no lock of the monitor.
+    process: ProcessMark,
     watches: Mutex<SubscriptionMap<Watch>>,
 }
 
@@ -269,6 +272,7 @@ impl Monitor for CudaMonitor {
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
         let (lookup, subscriptions) = self.iface()?;
+        lookup.contexts.check_process("subscribe")?;
         // The memory is queried after the subscription. The query detects an earlier free, and a
         // later free notifies the subscriber.
         let frees = subscriptions.add(range, Arc::clone(&invalidator));
@@ -290,6 +294,9 @@ impl Monitor for CudaMonitor {
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
+        if !self.process.is_current() {
+            return;
+        }
         // The lock is released before the watch ends, which calls the driver.
         let watch = self.watches.lock().remove(subscription);
         if let Some(watch) = watch {

@@ -10,6 +10,9 @@ mod export;
 mod failures;
 mod faults;
 mod flush;
+#[path = "../../../tests/fork/mod.rs"]
+mod fork;
+mod forks;
 mod gdrcopy;
 mod gpu;
 mod hooks;

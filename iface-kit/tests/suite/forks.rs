@@ -1,41 +1,17 @@
 //! Tests of an iface in a forked child.
 
-use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, atomic::Ordering},
-};
+use std::sync::{Arc, atomic::Ordering};
 
 use hmem_core::{Address, DeviceId, ErrorKind, Iface, IfaceExt, Result, iface::DmaBufMapping};
 use hmem_fake_accelerators::{Fake, Profile};
 use hmem_iface_kit::announced::{Announced, Driver};
 
 use crate::{
+    fork::{drop_in_the_child, in_a_child},
     kept::Flagged,
     subscriber::Recorder,
     world::{allocate, check_round_trip, free, gaudi, nic, page, range},
 };
-
-/// Runs `child` in a forked child. Panics if the closure returns false or panics there.
-fn in_a_child(child: impl FnOnce() -> bool) {
-    // SAFETY: the child only runs the closure, and leaves by `_exit`.
-    let pid = unsafe { libc::fork() };
-    assert!(pid >= 0, "fork");
-    if pid == 0 {
-        let passed = catch_unwind(AssertUnwindSafe(child)).unwrap_or(false);
-        // SAFETY: `_exit` has no precondition. It ends the child.
-        unsafe { libc::_exit(i32::from(!passed)) };
-    }
-    let mut status = 0;
-    // SAFETY: this test forked the child, and `status` is writable.
-    assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
-    assert_eq!(status, 0, "the child failed");
-}
-
-/// Drops a copy of the parent's object in a child, which exits without using the object again.
-fn drop_in_the_child<T>(object: &T) {
-    // SAFETY: the original is the parent's. The child neither uses nor drops it.
-    drop(unsafe { std::ptr::read(object) });
-}
 
 fn in_bad_state<T>(result: Result<T>) -> bool {
     result.is_err_and(|error| error.kind() == ErrorKind::BadState)

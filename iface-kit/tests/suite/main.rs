@@ -3,6 +3,8 @@
 
 mod close;
 mod faults;
+#[path = "../../../tests/fork/mod.rs"]
+mod fork;
 mod forks;
 mod kept;
 mod monitor;
