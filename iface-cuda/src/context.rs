@@ -18,7 +18,7 @@ use crate::{
     error::{CUDA, check},
     hooks::without_notifying,
     streams::{ContextStreams, new_stream},
-    sys::{CuContext, CuDevice, CuResult, CuStream, Functions},
+    sys::{self, CuContext, CuDevice, CuResult, CuStream, CuStreamCaptureMode, Functions},
     table::AllocationTable,
 };
 
@@ -117,8 +117,8 @@ impl<'a> WorkContext<'a> {
         }
     }
 
-    /// Runs `run` with the context current on this thread, and restores the thread's previous
-    /// context.
+    /// Runs `run` with the context current on this thread and with the capture mode RELAXED, and
+    /// restores the thread's previous context and mode.
     ///
     /// # Errors
     /// The error of `run`, or of the driver.
@@ -129,6 +129,14 @@ impl<'a> WorkContext<'a> {
     /// Like [`Self::with_context`], for a `run` that creates an object. If the thread's previous
     /// context cannot be restored, `undo` destroys the object, and this method returns an error.
     pub(crate) fn with_context_or_undo<T>(
+        &self,
+        run: impl FnOnce() -> Result<T>,
+        undo: impl FnOnce(T) -> Result<()>,
+    ) -> Result<T> {
+        relaxed(self.functions, || self.with_current(run, undo))
+    }
+
+    fn with_current<T>(
         &self,
         run: impl FnOnce() -> Result<T>,
         undo: impl FnOnce(T) -> Result<()>,
@@ -195,6 +203,39 @@ pub(crate) fn with_context<T>(
     WorkContext::borrowed(functions, context).with_context(run)
 }
 
+/// Makes driver calls in the capture mode RELAXED, and restores the thread's previous mode.
+///
+/// In the default mode, while another thread captures a stream in the mode GLOBAL, the driver
+/// refuses calls that it cannot capture, and invalidates that capture. Queries of events and
+/// allocations are such calls. The calls of this crate are no part of any capture.
+fn relaxed<T>(functions: &Functions, calls: impl FnOnce() -> T) -> T {
+    let previous = exchange_capture_mode(functions, sys::CU_STREAM_CAPTURE_MODE_RELAXED);
+    let result = calls();
+    if let Some(mode) = previous {
+        // A failed exchange is repeated, so that the application's mode is restored.
+        let restored = exchange_capture_mode(functions, mode)
+            .or_else(|| exchange_capture_mode(functions, mode));
+        if restored.is_none() {
+            tracing::error!(mode, "cannot restore the CUDA capture mode of the calling thread");
+        }
+    }
+    result
+}
+
+/// Sets the capture mode of the calling thread, and returns the previous mode. Returns `None` if
+/// the driver refuses the call or lacks the function, and the mode is unchanged. In a callback of a
+/// stream, the driver refuses every call.
+fn exchange_capture_mode(
+    functions: &Functions,
+    mut mode: CuStreamCaptureMode,
+) -> Option<CuStreamCaptureMode> {
+    let exchange = functions.thread_exchange_stream_capture_mode?;
+    // SAFETY: `mode` is writable.
+    let exchanged = check(unsafe { exchange(&mut mode) }, "cuThreadExchangeStreamCaptureMode");
+    log_failure!(debug, &exchanged, "cannot exchange the CUDA capture mode of the calling thread");
+    exchanged.ok().map(|()| mode)
+}
+
 fn pop(functions: &Functions) -> Result<()> {
     let mut popped = CuContext::NULL;
     // SAFETY: `popped` is writable.
@@ -255,8 +296,10 @@ impl PrimaryContexts {
             Some(primary) => primary,
             empty => {
                 let mut context = CuContext::NULL;
-                // SAFETY: `context` is writable, and the device is one that the driver listed.
-                let code = unsafe { (functions.primary_ctx_retain)(&mut context, entry.handle) };
+                let code = relaxed(functions, || {
+                    // SAFETY: `context` is writable, and the device is one that the driver listed.
+                    unsafe { (functions.primary_ctx_retain)(&mut context, entry.handle) }
+                });
                 check(code, "cuDevicePrimaryCtxRetain").map_err(|error| error.device(device))?;
                 let streams = ContextStreams::default();
                 empty.insert(PrimaryContext { context, streams, users: 0, kept: false })
@@ -441,9 +484,14 @@ impl PrimaryContexts {
     fn drop_reference(&self, device: DeviceId) -> Result<()> {
         const CALL: &str = "cuDevicePrimaryCtxRelease_v2";
         let handle = self.driver.device(CALL, device)?.handle;
-        // SAFETY: `join` retained the context once. The caller removes the context from `retained`,
-        // so it is released once.
-        let release = || unsafe { (self.driver.functions.primary_ctx_release)(handle) };
+        let functions = &self.driver.functions;
+        let release = || {
+            relaxed(functions, || {
+                // SAFETY: `join` retained the context once. The caller removes the context from
+                // `retained`, so it is released once.
+                unsafe { (functions.primary_ctx_release)(handle) }
+            })
+        };
         let has_memory = self.allocations.has_memory_of(device);
         check(if has_memory { release() } else { without_notifying(release) }, CALL)
     }

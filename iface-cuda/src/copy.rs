@@ -14,6 +14,9 @@
 //! second case, an asynchronous copy has ended when the call that starts it returns, since the
 //! application may destroy the context at any time.
 //!
+//! A copy that failed, or whose wait failed, may still run. The iface then repeats the wait until
+//! the copy has ended, since the caller may free the memory afterwards.
+//!
 //! The iface does not order its streams after those of the application: the application waits for
 //! its own work that writes the source.
 
@@ -31,8 +34,11 @@ use crate::{
     context::{WorkContext, with_context},
     error::{CUDA, check},
     lookup::{FoundAllocation, PointerLookup},
-    streams::{destroy_event, destroy_stream, new_event, new_stream, synchronize},
-    sys::{CuContext, CuEvent, CuResult, CuStream, Functions},
+    streams::{
+        destroy_event, destroy_stream, ends_work, new_event, new_stream, shows_end, synchronize,
+        until_ended,
+    },
+    sys::{CuContext, CuEvent, CuStream, Functions},
 };
 
 /// Copies memory. Each copy in flight holds a reference to the streams.
@@ -139,8 +145,8 @@ impl CopyStreams {
     /// Copies and waits for the end, on a stream that no other copy uses.
     fn run(&self, at: CopyContext, copy: CopyRange) -> Result<()> {
         let run = |stream| {
-            self.enqueue(stream, copy)?;
-            synchronize(self.functions(), stream)
+            // The driver may have begun the copy even if it returned an error.
+            work_first(self.enqueue(stream, copy), self.synchronize(at, stream))
         };
         if at.primary {
             return self.lookup.contexts.with_own_stream(at.device, run);
@@ -149,10 +155,23 @@ impl CopyStreams {
         work_first(run(stream), destroy_stream(self.functions(), stream))
     }
 
+    /// Waits until the copies on a stream have ended. The caller must make the context current.
+    fn synchronize(&self, at: CopyContext, stream: CuStream) -> Result<()> {
+        let functions = self.functions();
+        let waited = synchronize(functions, stream);
+        if shows_end(&waited) {
+            return waited;
+        }
+        until_ended(|| {
+            let waited = with_context(functions, at.context, || synchronize(functions, stream));
+            (shows_end(&waited), waited)
+        })
+    }
+
     /// Waits for a copy that may have begun although its start failed, since the caller may free
-    /// the memory afterwards. Releases the stream and the event even if the wait fails.
+    /// the memory afterwards. Releases the stream and the event even if the copy failed.
     fn abandon(&self, at: CopyContext, stream: CuStream, event: CuEvent) -> Result<()> {
-        let ended = synchronize(self.functions(), stream);
+        let ended = self.synchronize(at, stream);
         let ended = work_first(ended, self.leave_event(at, event));
         work_first(ended, self.leave_stream(at, stream))
     }
@@ -299,13 +318,17 @@ impl Copier {
     }
 }
 
-/// Combines the results of a copy and of the release of its stream or event. If both failed,
-/// returns the error of the copy and logs the error of the release.
+/// Combines the results of a copy and of the wait for its end or the release of its stream or
+/// event. If both failed, returns the error of the copy and logs the other error.
 fn work_first<T>(work: Result<T>, released: Result<()>) -> Result<T> {
     match work {
         Ok(value) => released.map(|()| value),
         Err(refused) => {
-            log_failure!(error, released, "cannot release the stream or event of a failed copy");
+            log_failure!(
+                error,
+                released,
+                "cannot wait for a failed copy, or release its stream or event"
+            );
             Err(refused)
         }
     }
@@ -331,7 +354,7 @@ impl DeviceCopy for StreamCopy {
             // SAFETY: the event belongs to this copy.
             Ok(unsafe { (functions.event_query)(self.event) })
         });
-        !matches!(asked, Ok(CuResult::CUDA_ERROR_NOT_READY))
+        asked.map_or_else(|refused| shows_end(&Err::<(), _>(refused)), ends_work)
     }
 
     fn finish(self) -> Result<()> {
@@ -339,12 +362,21 @@ impl DeviceCopy for StreamCopy {
         // The copy of a parent accesses no memory of its forked child.
         streams.lookup.contexts.check_process("copy")?;
         let functions = streams.functions();
-        with_context(functions, at.context, || {
-            // SAFETY: the event belongs to this copy, and `CopyStreams::start` recorded it.
-            let copied =
-                check(unsafe { (functions.event_synchronize)(event) }, "cuEventSynchronize");
-            let copied = work_first(copied, streams.leave_event(at, event));
-            work_first(copied, streams.leave_stream(at, stream))
+        until_ended(|| {
+            let mut ended = false;
+            let finished = with_context(functions, at.context, || {
+                // SAFETY: the event belongs to this copy, and `CopyStreams::start` recorded it. No
+                // earlier attempt released it.
+                let code = unsafe { (functions.event_synchronize)(event) };
+                let copied = check(code, "cuEventSynchronize");
+                ended = ends_work(code);
+                if !ended {
+                    return copied;
+                }
+                let copied = work_first(copied, streams.leave_event(at, event));
+                work_first(copied, streams.leave_stream(at, stream))
+            });
+            (ended || shows_end(&finished), finished)
         })
     }
 }

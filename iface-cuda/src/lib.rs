@@ -102,6 +102,16 @@
 //! other part of the process retains it. Neither the release nor the destruction invalidates a
 //! cached registration.
 //!
+//! # Stream captures and callbacks
+//!
+//! Calls in a context run in the capture mode RELAXED (`cuThreadExchangeStreamCaptureMode`). So a
+//! stream capture of another thread does not refuse them, and they do not invalidate the capture.
+//! Afterwards the thread has its previous mode again.
+//!
+//! In a callback of a stream (`cuLaunchHostFunc`), the driver refuses every call, and so the iface
+//! returns errors there. An event of a copy reports the copy as not done. Waiting for the event, or
+//! dropping it, waits on another thread.
+//!
 //! # Limits of this crate
 //!
 //! - It never changes the calling thread's current context beyond a call, and creates no context

@@ -211,9 +211,9 @@ impl PointerLookup {
     /// address, even of device memory. Some drivers return it also if the thread's current context
     /// was destroyed.
     ///
-    /// With such a driver, a thread without a context makes up to six calls for each device whose
-    /// primary context the process has. The iface does not retain the context between queries, so
-    /// that the application can destroy the context.
+    /// With such a driver, a thread without a context makes up to twelve calls for each device
+    /// whose primary context the process has. The iface does not retain the context between
+    /// queries, so that the application can destroy the context.
     fn query_anywhere<const N: usize>(
         &self,
         address: Address,

@@ -108,6 +108,9 @@ hmem_core::function_table! {
         flush_gpu_direct_rdma_writes: cuFlushGPUDirectRDMAWrites(c_uint, c_uint) -> CuResult;
         ctx_get_flags: cuCtxGetFlags(*mut c_uint) -> CuResult;
         ctx_set_flags: cuCtxSetFlags(c_uint) -> CuResult;
+        thread_exchange_stream_capture_mode: cuThreadExchangeStreamCaptureMode(
+            *mut CuStreamCaptureMode
+        ) -> CuResult;
         mem_alloc_async: cuMemAllocAsync(*mut CuDevicePtr, usize, CuStream) -> CuResult;
         mem_free_async: cuMemFreeAsync(CuDevicePtr, CuStream) -> CuResult;
         mem_get_allocation_granularity: cuMemGetAllocationGranularity(

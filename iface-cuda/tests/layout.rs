@@ -19,7 +19,7 @@ use c_headers::{Assertions, has_word};
 use hmem_iface_cuda::sys::{
     CONSTANTS, CU_IPC_HANDLE_SIZE, CuContext, CuDevice, CuDeviceAttribute, CuDevicePtr, CuEvent,
     CuIpcMemHandle, CuMemAccessDesc, CuMemAllocationProp, CuMemHandle, CuMemLocation,
-    CuPointerAttribute, CuResult, CuStream, Functions,
+    CuPointerAttribute, CuResult, CuStream, CuStreamCaptureMode, Functions,
 };
 use trials::{Outcome, Skipped, trials};
 
@@ -61,6 +61,7 @@ fn c_type(rust: &str) -> &'static str {
         "*mut CuEvent" => "CUevent *",
         "CuDevicePtr" => "CUdeviceptr",
         "*mut CuDevicePtr" => "CUdeviceptr *",
+        "*mut CuStreamCaptureMode" => "CUstreamCaptureMode *",
         "CuPointerAttribute" => "CUpointer_attribute",
         "*mut CuPointerAttribute" => "CUpointer_attribute *",
         "CuMemHandle" => "CUmemGenericAllocationHandle",
@@ -108,6 +109,7 @@ fn assertions(include: &Path, release: &str) -> Assertions {
     assert.size("CUmemAccessDesc", size_of::<CuMemAccessDesc>());
     assert.size("CUipcMemHandle", size_of::<CuIpcMemHandle>());
     assert.size("CUpointer_attribute", size_of::<CuPointerAttribute>());
+    assert.size("CUstreamCaptureMode", size_of::<CuStreamCaptureMode>());
     assert.size("CUdevice_attribute", size_of::<CuDeviceAttribute>());
     for (.., enumeration) in ENUMERATIONS {
         assert.size(enumeration, size_of::<c_uint>());

@@ -11,6 +11,8 @@ pub type CuDevicePtr = u64;
 pub type CuPointerAttribute = c_uint;
 /// `CUdevice_attribute`: attribute of a device to query.
 pub type CuDeviceAttribute = c_uint;
+/// `CUstreamCaptureMode`: the calls that a stream capture forbids to a thread.
+pub type CuStreamCaptureMode = c_uint;
 /// `CUmemGenericAllocationHandle`: handle of physical memory that `cuMemCreate` created.
 pub type CuMemHandle = u64;
 
@@ -150,6 +152,9 @@ constants! {
     CU_MEM_ATTACH_GLOBAL: u32 = 1;
     /// The stream does not wait for the default stream.
     CU_STREAM_NON_BLOCKING: u32 = 1;
+    /// No stream capture forbids a call to the thread, unless the call itself conflicts with the
+    /// capture.
+    CU_STREAM_CAPTURE_MODE_RELAXED: CuStreamCaptureMode = 2;
     /// The event records no time.
     CU_EVENT_DISABLE_TIMING: u32 = 2;
     /// Synchronous operations in the context return only after their end. Since CUDA 12.1.

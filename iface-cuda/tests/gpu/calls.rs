@@ -15,7 +15,7 @@ use hmem_iface_cuda::{
     sys::{
         CuContext, CuDevice, CuDeviceAttribute, CuDevicePtr, CuEvent, CuIpcMemHandle,
         CuMemAccessDesc, CuMemAllocationProp, CuMemHandle, CuPointerAttribute, CuResult, CuStream,
-        Functions,
+        CuStreamCaptureMode, Functions,
     },
 };
 
@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// Number of driver calls of the first query of page-locked memory.
-const FIRST: u64 = 4;
+const FIRST: u64 = 6;
 
 /// The driver to which the counting functions forward. A C function has no state, so this static
 /// and the count are process-wide.
@@ -152,6 +152,8 @@ counted! {
         cuFlushGPUDirectRDMAWrites = flush_gpu_direct_rdma_writes(a: c_uint, b: c_uint);
         cuCtxGetFlags = ctx_get_flags(a: *mut c_uint);
         cuCtxSetFlags = ctx_set_flags(a: c_uint);
+        cuThreadExchangeStreamCaptureMode =
+            thread_exchange_stream_capture_mode(a: *mut CuStreamCaptureMode);
         cuMemAllocAsync = mem_alloc_async(a: *mut CuDevicePtr, b: usize, c: CuStream);
         cuMemFreeAsync = mem_free_async(a: CuDevicePtr, b: CuStream);
         cuMemGetAllocationGranularity = mem_get_allocation_granularity(

@@ -70,12 +70,12 @@ fn verdicts() {
         (Some(hmem_core::AllocationKind::Host), Some(hmem_core::AllocationKind::Device));
     assert!(
         has_expected_calls(1, 1, None)
-            && has_expected_calls(4, 1, host)
+            && has_expected_calls(6, 1, host)
             && has_expected_calls(3, 3, device)
     );
     assert!(
         !has_expected_calls(2, 1, None)
-            && !has_expected_calls(5, 1, host)
+            && !has_expected_calls(7, 1, host)
             && !has_expected_calls(1, 2, host)
             && !has_expected_calls(1, 4, device)
     );

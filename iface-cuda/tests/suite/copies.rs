@@ -293,18 +293,10 @@ fn failed_start_of_a_copy_waits_and_keeps_its_stream() {
         world.driver().fail("cuEventRecord", REFUSED);
         assert_eq!(start_refused_copy(world, memory.base()).operation(), "cuEventRecord");
         assert_eq!(copies(world), before, "stream and event are reused");
-        // The wait for this copy fails, so no call shows when the copy ends. The iface keeps its
-        // stream and event nevertheless.
+        // A wait that fails is repeated.
         world.driver().fail("cuEventRecord", REFUSED);
         world.driver().fail("cuStreamSynchronize", REFUSED);
-        // SAFETY: the host memory stays valid until the next copy on the stream has ended.
-        let error =
-            unsafe { world.cuda.start_copy(memory.base(), Address::of_ptr(bytes.as_ptr()), 4096) };
-        assert_eq!(
-            error.expect_err("refused").operation(),
-            "cuEventRecord",
-            "the first error of the two"
-        );
+        assert_eq!(start_refused_copy(world, memory.base()).operation(), "cuEventRecord");
         assert_eq!(copies(world), before, "stream and event are reused");
         world.free(&memory);
     });
@@ -354,4 +346,91 @@ fn failed_copy_leaves_nothing_in_the_applications_context() {
         check(unsafe { (world.app.functions.mem_free())(to.0) });
         world.app.destroy_context(foreign);
     });
+}
+
+/// HM-03, HM-05
+///
+/// The driver refuses to query or to wait for an event, while the copy before it still runs.
+#[test]
+fn refused_query_or_wait_does_not_end_a_copy() {
+    over(Profile { slow_copies: true, ..Profile::default() }, |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        let bytes = pattern(5, 4096);
+        let copy = || start(world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);
+        let in_flight = || world.driver().live().copies;
+        for code in [CuResult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, REFUSED] {
+            for symbol in ["cuEventSynchronize", "cuCtxPushCurrent_v2"] {
+                let event = copy();
+                world.driver().fail("cuEventQuery", code);
+                assert!(!event.is_done() && in_flight() == 1, "{code:?}");
+                world.driver().fail(symbol, code);
+                event.wait().expect("the copy succeeded");
+                assert_eq!(in_flight(), 0, "{code:?} of {symbol}");
+            }
+        }
+        // In a callback of a stream, every call of the thread is refused.
+        let event = copy();
+        world.driver().in_callback(|| assert!(!event.is_done() && in_flight() == 1));
+        world.driver().in_callback(|| event.wait()).expect("the copy succeeded");
+        assert_eq!(in_flight(), 0, "after a wait in a callback");
+        let live = world.driver().live();
+        assert_eq!((live.events, live.streams), (1, 1), "each event is reused");
+        world.free(&memory);
+    });
+}
+
+/// HM-03
+#[test]
+fn blocking_copy_with_a_refused_wait_or_start_has_ended() {
+    over(Profile { slow_copies: true, ..Profile::default() }, |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        let bytes = pattern(5, 4096);
+        world.driver().fail("cuStreamSynchronize", REFUSED);
+        world.cuda.write_bytes(memory.base(), &bytes).expect("the copy succeeded");
+        assert_eq!(world.driver().live().copies, 0);
+        // The driver may begin a copy and return an error.
+        let before = world.driver().calls("cuStreamSynchronize");
+        world.driver().fail("cuMemcpyAsync", REFUSED);
+        world.cuda.write_bytes(memory.base(), &bytes).expect_err("refused");
+        assert_eq!(world.driver().calls("cuStreamSynchronize"), before + 1, "no wait");
+        world.free(&memory);
+    });
+}
+
+/// HM-03
+///
+/// A reset of the primary context ends the copies in it, and destroys their events.
+#[test]
+fn copy_in_a_reset_context_ends_with_an_error() {
+    let world = World::fake(Profile { slow_copies: true, ..Profile::default() });
+    let memory = world.allocate(4096, AllocationKind::Device);
+    let bytes = pattern(5, 4096);
+    let event = start(&world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);
+    // SAFETY: the device exists.
+    check(unsafe { hmem_fake_cuda::cuDevicePrimaryCtxReset_v2(0) });
+    assert!(event.is_done());
+    event.wait().expect_err("the copy was lost");
+}
+
+/// HM-03
+///
+/// While another thread captures a stream in the mode GLOBAL, the driver refuses many calls of
+/// threads in the same mode, and such a call invalidates the capture.
+#[test]
+fn calls_during_a_capture_succeed_and_do_not_invalidate_it() {
+    let world = World::fake(Profile { slow_copies: true, ..Profile::default() });
+    let (driver, cuda) = (world.driver(), &world.cuda);
+    driver.begin_capture();
+    let memory = world.allocate(4096, AllocationKind::Device);
+    let bytes = pattern(5, 4096);
+    cuda.write_bytes(memory.base(), &bytes).expect("write");
+    let event = start(&world, memory.base(), Address::of_ptr(bytes.as_ptr()), 4096);
+    assert!(!event.is_done() && event.is_done());
+    event.wait().expect("wait");
+    world.free(&memory);
+    let World { cuda, fake, .. } = world;
+    cuda.close().map_err(hmem_core::Error::from).expect("close");
+    let (driver, _) = fake.expect("a fake");
+    assert!(driver.end_capture(), "the capture is invalid");
+    assert_eq!(driver.capture_mode_of_this_thread(), 0, "the mode is not restored");
 }

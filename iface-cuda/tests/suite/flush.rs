@@ -143,13 +143,13 @@ fn destroyed_context_is_not_passed_to_the_driver() {
 
 /// HM-14
 #[test]
-fn flush_of_the_primary_context_makes_three_calls() {
+fn flush_of_the_primary_context_makes_five_calls() {
     over(unordered(), |world| {
         let memory = world.allocate(4096, AllocationKind::Device);
         world.cuda.export_dma_buf(memory.range, &nic(), Default::default()).expect("export");
         let before = world.driver().all_calls();
         assert_eq!(flush_contexts(world).len(), 1);
-        assert_eq!(world.driver().all_calls() - before, 3, "push, flush, pop");
+        assert_eq!(world.driver().all_calls() - before, 5, "mode, push, flush, pop, mode");
         world.free(&memory);
     });
 }

@@ -167,6 +167,7 @@ impl World {
             fake.heal();
             assert_eq!(fake.live(), Live::default(), "{name}: something is left");
             assert_eq!(fake.contexts_of_this_thread(), Vec::<usize>::new(), "{name}");
+            assert_eq!(fake.capture_mode_of_this_thread(), 0, "{name}: not restored");
             assert_eq!(fake.undefined_calls(), 0, "{name}: calls that cuda.h leaves undefined");
         }
     }

@@ -60,7 +60,7 @@ use parking_lot::Condvar;
 pub use entry::*;
 pub use profile::Profile;
 pub use state::Live;
-use state::{Fault, State};
+use state::{CAPTURE_MODE, Fault, IN_CALLBACK, State};
 
 /// Notifies waiting threads when a call is blocked and when blocked calls may continue.
 static HELD: Condvar = Condvar::new();
@@ -241,6 +241,32 @@ impl FakeDriver {
     #[must_use]
     pub fn lookups(&self) -> u64 {
         self.with(|state| state.lookups)
+    }
+
+    /// Begins a stream capture of another thread in the mode GLOBAL.
+    pub fn begin_capture(&self) {
+        self.with(|state| state.capture = Some(true));
+    }
+
+    /// Ends the capture that [`FakeDriver::begin_capture`] began. Returns true if no call
+    /// invalidated the capture.
+    #[must_use]
+    pub fn end_capture(&self) -> bool {
+        self.with(|state| state.capture.take()).unwrap_or(false)
+    }
+
+    /// Runs `run` in a callback of a stream: the driver refuses every call of this thread.
+    pub fn in_callback<T>(&self, run: impl FnOnce() -> T) -> T {
+        IN_CALLBACK.set(true);
+        let result = run();
+        IN_CALLBACK.set(false);
+        result
+    }
+
+    /// Returns the calling thread's capture mode.
+    #[must_use]
+    pub fn capture_mode_of_this_thread(&self) -> u32 {
+        CAPTURE_MODE.get()
     }
 
     /// Returns the calling thread's stack of contexts. The current context is the last one.

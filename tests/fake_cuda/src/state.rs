@@ -1,14 +1,14 @@
 //! State of the driver: contexts, allocations, mappings, streams, and injected faults.
 
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     collections::{BTreeMap, HashMap, VecDeque},
     os::fd::OwnedFd,
     sync::atomic::{AtomicU64, Ordering},
 };
 
 use hmem_fake_common::{Calls, Pages, page};
-use hmem_iface_cuda::sys::{CuMemAllocationProp, CuResult};
+use hmem_iface_cuda::sys::{self, CuMemAllocationProp, CuResult, CuStreamCaptureMode};
 
 use crate::profile::Profile;
 
@@ -34,7 +34,26 @@ thread_local! {
     /// to. The current context is the last one.
     pub(crate) static CONTEXTS: RefCell<(u64, Vec<usize>)> =
         const { RefCell::new((0, Vec::new())) };
+    /// The calling thread's capture mode. 0 is GLOBAL, the default.
+    pub(crate) static CAPTURE_MODE: Cell<CuStreamCaptureMode> = const { Cell::new(0) };
+    /// True while the calling thread is in a callback of a stream.
+    pub(crate) static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
+
+/// Functions that a stream capture in the mode GLOBAL forbids to other threads. `cuda.h` names
+/// `cudaMalloc`, and users of PyTorch report `cudaEventQuery`. Unspecified, so the fake decides:
+/// the others.
+const NOT_DURING_CAPTURE: [&str; 9] = [
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuStreamCreate",
+    "cuStreamSynchronize",
+];
 
 /// Kind of an allocation, by the call that made it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -183,6 +202,9 @@ pub(crate) struct State {
     /// Number of queries of an address for more than two attributes.
     pub(crate) lookups: u64,
     pub(crate) hold: Option<Hold>,
+    /// True if the capture of a stream by another thread is still valid. `None` if no thread
+    /// captures.
+    pub(crate) capture: Option<bool>,
     /// Allocation that queries shall report as unknown: its base, and the number of queries before
     /// that.
     pub(crate) forgotten: Option<(u64, u64)>,
@@ -218,6 +240,7 @@ impl State {
             undefined_calls: 0,
             lookups: 0,
             hold: None,
+            capture: None,
             forgotten: None,
             next_handle: 0x1000,
             free_physical_handles: Vec::new(),
@@ -240,6 +263,16 @@ impl State {
                 self.sticky = Some(code);
             }
             return Err(code);
+        }
+        if IN_CALLBACK.get() {
+            return Err(CuResult::CUDA_ERROR_NOT_PERMITTED);
+        }
+        if let Some(valid) = &mut self.capture
+            && NOT_DURING_CAPTURE.contains(&symbol)
+            && CAPTURE_MODE.get() != sys::CU_STREAM_CAPTURE_MODE_RELAXED
+        {
+            *valid = false;
+            return Err(CuResult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
         }
         match self.sticky {
             // `cuda.h`: "any further CUDA work will return the same error".

@@ -2,10 +2,10 @@
 
 use std::ffi::{c_uint, c_void};
 
-use hmem_iface_cuda::sys::{CuDevicePtr, CuEvent, CuResult, CuStream};
+use hmem_iface_cuda::sys::{CuDevicePtr, CuEvent, CuResult, CuStream, CuStreamCaptureMode};
 
-use super::{Answer, INVALID_HANDLE, put};
-use crate::state::{Copy, Event, State, Stream};
+use super::{Answer, INVALID_HANDLE, INVALID_VALUE, put};
+use crate::state::{CAPTURE_MODE, Copy, Event, State, Stream};
 
 driver! {
     fn cuMemcpyAsync(state, to: CuDevicePtr, from: CuDevicePtr, len: usize, stream: CuStream) {
@@ -117,6 +117,12 @@ driver! {
             && state.step(stream)
         {}
         Ok(())
+    }
+
+    fn cuThreadExchangeStreamCaptureMode(_state, mode: *mut CuStreamCaptureMode) {
+        // SAFETY: the caller passes a readable place, as `cuda.h` demands.
+        let new = unsafe { mode.as_ref() }.filter(|new| **new <= 2).ok_or(INVALID_VALUE)?;
+        put(mode, CAPTURE_MODE.replace(*new))
     }
 
     fn cuEventDestroy_v2(state, event: CuEvent) {
