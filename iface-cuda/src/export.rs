@@ -13,6 +13,8 @@ use hmem_core::{
     monitor::FreeSubscriptions,
     provider::Nic,
 };
+use hmem_iface_kit::log_failure;
+use parking_lot::Mutex;
 
 use crate::{
     context::with_context,
@@ -23,6 +25,11 @@ use crate::{
     streams::synchronize,
     sys::{self, CuResult, CuStream},
 };
+
+/// Held while an export sets SYNC_MEMOPS on contexts and waits. An export of another thread that
+/// finds the flag set then knows that the wait succeeded. All ifaces of a process share its
+/// contexts.
+static CONTEXT_FLAGS: Mutex<()> = Mutex::new(());
 
 /// Path of the file in which the loaded NVIDIA kernel module states its version.
 const KERNEL_MODULE: &str = "/proc/driver/nvidia/version";
@@ -303,8 +310,14 @@ impl Exporter {
             check(unsafe { set(flags | sys::CU_CTX_SYNC_MEMOPS) }, "cuCtxSetFlags")?;
             // Setting the attribute of an allocation waits for work in flight (`cuda.h`). No
             // document says this for the flag of a context, so the iface waits here.
-            synchronize(functions, CuStream::NULL)
+            synchronize(functions, CuStream::NULL).inspect_err(|_| {
+                // The flag is cleared, so that the next export waits again.
+                // SAFETY: the value consists of the context's own flags.
+                let cleared = check(unsafe { set(flags) }, "cuCtxSetFlags");
+                log_failure!(error, cleared, "cannot clear SYNC_MEMOPS of a context");
+            })
         };
+        let _settings = CONTEXT_FLAGS.lock();
         if !found.context.is_null() {
             return with_context(functions, found.context, synchronise);
         }

@@ -410,3 +410,53 @@ fn export_waits_for_copies_on_the_default_stream() {
         world.app.destroy_context(context);
     });
 }
+
+/// HM-06
+///
+/// If the wait for earlier operations is refused, as during a stream capture, the export fails and
+/// clears the flag. So the next export waits again.
+#[test]
+fn refused_wait_leaves_the_context_without_sync_memops() {
+    over(Profile { slow_copies: true, ..Profile::default() }, |world| {
+        let memory = world.allocate(4096, AllocationKind::Virtual);
+        let waits = || world.driver().calls("cuStreamSynchronize");
+        let before = waits();
+        world.driver().fail("cuStreamSynchronize", CuResult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+        let error = world.cuda.export_peer_memory(memory.range, &nic()).expect_err("refused");
+        assert_eq!(error.operation(), "cuStreamSynchronize");
+        assert_eq!(world.driver().context_flags(0), 0, "the flag is cleared");
+        world.cuda.export_peer_memory(memory.range, &nic()).expect("export");
+        assert_eq!(world.driver().context_flags(0), sys::CU_CTX_SYNC_MEMOPS);
+        world.cuda.export_peer_memory(memory.range, &nic()).expect("export");
+        assert_eq!(waits() - before, 2, "each export waits until a wait has succeeded");
+        world.free(&memory);
+    });
+}
+
+/// HM-06
+///
+/// An export that finds the flag set by another thread returns after the wait of that thread.
+#[test]
+fn export_waits_for_another_exports_wait() {
+    over(Profile::default(), |world| {
+        let memory = world.allocate(4096, AllocationKind::Virtual);
+        let (driver, cuda) = (world.driver(), &world.cuda);
+        let export = || cuda.export_peer_memory(memory.range, &nic()).expect("export");
+        std::thread::scope(|scope| {
+            let held = driver.hold("cuStreamSynchronize");
+            let first = scope.spawn(export);
+            held.wait_for(1);
+            let calls = driver.calls("cuPointerSetAttribute");
+            let second = scope.spawn(export);
+            while driver.calls("cuPointerSetAttribute") == calls {
+                std::thread::yield_now();
+            }
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            assert!(!second.is_finished(), "it did not wait");
+            drop(held);
+            first.join().expect("no panic");
+            second.join().expect("no panic");
+        });
+        world.free(&memory);
+    });
+}
