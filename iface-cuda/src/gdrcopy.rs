@@ -24,8 +24,9 @@ use std::{
     sync::Arc,
 };
 
-use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, Result};
+use hmem_core::{AddressRange, Errno, Error, ErrorKind, IfaceKind, ProcessMark, Result};
 use hmem_iface_kit::log_failure;
+use parking_lot::Mutex;
 
 use crate::{Cuda, error::CUDA};
 
@@ -71,6 +72,18 @@ hmem_core::function_table! {
     optional {}
 }
 
+/// Makes a call of the library while no other thread makes one. The library keeps its buffers in a
+/// list without a lock, and initialises global variables: "GDRCopy, especially libgdrapi.so, is not
+/// thread safe" (github.com/NVIDIA/gdrcopy, issue 296).
+///
+/// The two functions that copy bytes access neither, and any number of threads may call them at
+/// once.
+fn exclusive<T>(call: impl FnOnce() -> T) -> T {
+    static LIBRARY: Mutex<()> = Mutex::new(());
+    let _lock = LIBRARY.lock();
+    call()
+}
+
 /// Converts the code of a call, which is 0 or an errno, to a result. Every function except
 /// `gdr_open` returns such a code.
 fn check(code: c_int, operation: &'static str) -> Result<()> {
@@ -85,13 +98,21 @@ struct Inner {
     functions: GdrFunctions,
     /// Pointer that `gdr_open` returned.
     library: usize,
+    /// The process that opened the library. A forked child has no mappings of the parent's windows,
+    /// and must not wait for the lock of [`exclusive`].
+    process: ProcessMark,
 }
 
 impl Drop for Inner {
+    /// Closes the library. Does nothing in a forked child.
     fn drop(&mut self) {
+        if !self.process.is_current() {
+            return;
+        }
         // SAFETY: `Gdrcopy` opened the library once. Each window holds a reference to this value,
         // so every window is already closed.
-        let closed = check(unsafe { (self.functions.close)(self.library) }, "gdr_close");
+        let code = exclusive(|| unsafe { (self.functions.close)(self.library) });
+        let closed = check(code, "gdr_close");
         log_failure!(error, closed, "cannot close GDRCopy");
     }
 }
@@ -147,17 +168,19 @@ impl Gdrcopy {
     /// Opens GDRCopy over functions that the caller passes, instead of a library.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] if `gdr_open` returns null.
+    /// - [`ErrorKind::Unavailable`] if `gdr_open` returns null.
+    /// - The errors of [`ProcessMark::current`].
     pub fn with(functions: GdrFunctions) -> Result<Self> {
+        let process = ProcessMark::current()?;
         // SAFETY: the call has no argument, and reports a failure by null.
-        let library = unsafe { (functions.open)() };
+        let library = exclusive(|| unsafe { (functions.open)() });
         if library == 0 {
             return Err(CUDA
                 .error(ErrorKind::Unavailable, "gdr_open")
                 .context("module", "/dev/gdrdrv cannot be opened")
                 .remedy(REMEDY));
         }
-        Ok(Self { inner: Arc::new(Inner { functions, library }) })
+        Ok(Self { inner: Arc::new(Inner { functions, library, process }) })
     }
 
     /// Maps a range of device memory for the CPU.
@@ -179,27 +202,21 @@ impl Gdrcopy {
         let described = |error: Error| error.context("range", range);
         cuda.exporter.prepare("gdr_pin_buffer", range)?;
         let whole = range.page_aligned(GPU_PAGE);
-        let Inner { functions, library } = &*self.inner;
+        let Inner { functions, library, .. } = &*self.inner;
+        let (start, len) = (whole.start().0, whole.len() as usize);
         let mut handle = GdrHandle::default();
         // SAFETY: the range was found to be device memory, and `handle` is writable. Since CUDA 6
         // no token is needed.
-        let code = unsafe {
-            (functions.pin_buffer)(
-                *library,
-                whole.start().0,
-                whole.len() as usize,
-                0,
-                0,
-                &mut handle,
-            )
-        };
+        let code = exclusive(|| unsafe {
+            (functions.pin_buffer)(*library, start, len, 0, 0, &mut handle)
+        });
         check(code, "gdr_pin_buffer").map_err(described)?;
         let mut mapping: *mut c_void = std::ptr::null_mut();
         // SAFETY: `gdr_pin_buffer` above pinned the handle; `mapping` is writable.
-        let code = unsafe { (functions.map)(*library, handle, &mut mapping, whole.len() as usize) };
+        let code = exclusive(|| unsafe { (functions.map)(*library, handle, &mut mapping, len) });
         if let Err(error) = check(code, "gdr_map") {
             // SAFETY: `gdr_pin_buffer` above pinned the buffer, and `gdr_map` refused to map it.
-            let code = unsafe { (functions.unpin_buffer)(*library, handle) };
+            let code = exclusive(|| unsafe { (functions.unpin_buffer)(*library, handle) });
             let unpinned = check(code, "gdr_unpin_buffer");
             log_failure!(error, unpinned, %range, "cannot unpin device memory that was not mapped");
             return Err(described(error));
@@ -228,6 +245,7 @@ impl CpuWindow {
     }
 
     fn at(&self, offset: u64, len: usize) -> Result<usize> {
+        self.inner.process.check("copy").map_err(|error| error.iface(IfaceKind::CUDA))?;
         let part = self.range.slice(offset, len as u64).ok_or_else(|| {
             CUDA.error(ErrorKind::OutOfBounds, "copy")
                 .context("offset", offset)
@@ -240,8 +258,9 @@ impl CpuWindow {
     /// Copies bytes from the window, beginning at `offset`, into a buffer.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfBounds`] if the bytes exceed the window. Otherwise the error of the
-    /// library.
+    /// - [`ErrorKind::OutOfBounds`] if the bytes exceed the window.
+    /// - [`ErrorKind::BadState`] in a forked child.
+    /// - Otherwise the error of the library.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let from = std::ptr::with_exposed_provenance(self.at(offset, into.len())?);
         // SAFETY: `into` is writable for its length. The source lies in the mapping, as checked
@@ -284,12 +303,16 @@ impl fmt::Debug for CpuWindow {
 }
 
 impl Drop for CpuWindow {
+    /// Unmaps and unpins the range. Does nothing in a forked child.
     fn drop(&mut self) {
-        let Inner { functions, library } = &*self.inner;
+        let Inner { functions, library, process } = &*self.inner;
+        if !process.is_current() {
+            return;
+        }
         let mapping = std::ptr::with_exposed_provenance_mut(self.mapping);
         // SAFETY: `Gdrcopy::map` pinned and mapped the range, and only this drop unmaps and unpins
         // it.
-        let codes = unsafe {
+        let codes = exclusive(|| unsafe {
             [
                 (
                     (functions.unmap)(*library, self.handle, mapping, self.whole.len() as usize),
@@ -297,7 +320,7 @@ impl Drop for CpuWindow {
                 ),
                 ((functions.unpin_buffer)(*library, self.handle), "gdr_unpin_buffer"),
             ]
-        };
+        });
         for (code, operation) in codes {
             let (ended, range) = (check(code, operation), self.range);
             log_failure!(error, ended, %range, "cannot unmap a window of device memory");

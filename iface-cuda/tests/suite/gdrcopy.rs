@@ -3,13 +3,18 @@
 use std::{
     ffi::{c_int, c_ulong, c_void},
     sync::atomic::{AtomicI32, AtomicU64, Ordering},
+    thread,
+    time::Duration,
 };
 
 use hmem_core::{AllocationKind, ErrorKind};
 use hmem_fake_cuda::Profile;
 use hmem_iface_cuda::gdrcopy::{GPU_PAGE, GdrFunctions, GdrHandle, Gdrcopy};
 
-use crate::world::{HeldCopies, over, pattern};
+use crate::{
+    fork::{drop_in_the_child, in_a_child},
+    world::{HeldCopies, over, pattern},
+};
 
 /// Number of buffers and mappings that are not released yet.
 static ALIVE: AtomicI32 = AtomicI32::new(0);
@@ -19,12 +24,25 @@ static PINNED: AtomicU64 = AtomicU64::new(0);
 static MAP: AtomicI32 = AtomicI32::new(0);
 /// Code that `gdr_unpin_buffer` returns.
 static UNPIN: AtomicI32 = AtomicI32::new(0);
+/// Number of calls in progress that the library does not permit at once.
+static CALLS: AtomicI32 = AtomicI32::new(0);
+/// Number of calls that began during another one.
+static OVERLAPS: AtomicI32 = AtomicI32::new(0);
+
+/// Counts a call that must not overlap with another one, and takes long enough for an overlap.
+fn enter() {
+    OVERLAPS.fetch_add(CALLS.fetch_add(1, Ordering::AcqRel), Ordering::AcqRel);
+    thread::sleep(Duration::from_micros(100));
+    CALLS.fetch_sub(1, Ordering::AcqRel);
+}
 
 unsafe extern "C" fn open() -> usize {
+    enter();
     1
 }
 
 unsafe extern "C" fn close(_: usize) -> c_int {
+    enter();
     0
 }
 
@@ -36,6 +54,7 @@ unsafe extern "C" fn pin(
     _: u32,
     handle: *mut GdrHandle,
 ) -> c_int {
+    enter();
     // `gdrapi.h` requires this alignment.
     assert!(address.is_multiple_of(GPU_PAGE) && (size as u64).is_multiple_of(GPU_PAGE));
     PINNED.store(address, Ordering::Release);
@@ -46,6 +65,7 @@ unsafe extern "C" fn pin(
 }
 
 unsafe extern "C" fn unpin(_: usize, _: GdrHandle) -> c_int {
+    enter();
     ALIVE.fetch_sub(1, Ordering::AcqRel);
     UNPIN.load(Ordering::Acquire)
 }
@@ -56,6 +76,7 @@ unsafe extern "C" fn map(
     address: *mut *mut c_void,
     _: usize,
 ) -> c_int {
+    enter();
     let refused = MAP.load(Ordering::Acquire);
     if refused != 0 {
         return refused;
@@ -67,6 +88,7 @@ unsafe extern "C" fn map(
 }
 
 unsafe extern "C" fn unmap(_: usize, _: GdrHandle, _: *mut c_void, _: usize) -> c_int {
+    enter();
     ALIVE.fetch_sub(1, Ordering::AcqRel);
     0
 }
@@ -171,6 +193,48 @@ fn cpu_reaches_device_memory_through_a_window() {
         drop(unsafe { gdr.map(&world.cuda, other.range) }.expect("map"));
         assert_eq!(world.driver().context_flags(0), hmem_iface_cuda::sys::CU_CTX_SYNC_MEMOPS);
         world.free(&other);
+    });
+}
+
+/// HM-03
+///
+/// The library is not thread safe, even for different handles.
+#[test]
+fn calls_of_the_library_do_not_overlap() {
+    over(Profile::default(), |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        let use_library = || {
+            for _ in 0..20 {
+                let gdr = Gdrcopy::with(functions(open)).expect("open");
+                // SAFETY: the memory is freed after the windows are closed.
+                drop(unsafe { gdr.map(&world.cuda, memory.range) }.expect("map"));
+            }
+        };
+        thread::scope(|scope| {
+            scope.spawn(use_library);
+            scope.spawn(use_library);
+        });
+        assert_eq!(OVERLAPS.load(Ordering::Acquire), 0);
+        world.free(&memory);
+    });
+}
+
+/// CACHE-13
+#[test]
+fn forked_child_neither_uses_nor_closes_a_window_of_its_parent() {
+    over(Profile::default(), |world| {
+        let memory = world.allocate(4096, AllocationKind::Device);
+        let gdr = Gdrcopy::with(functions(open)).expect("open");
+        // SAFETY: the memory is freed after the window is closed.
+        let window = unsafe { gdr.map(&world.cuda, memory.range) }.expect("map");
+        in_a_child(|| {
+            let refused = window.read(0, &mut [0; 8]).expect_err("refused");
+            drop_in_the_child(&window);
+            refused.kind() == ErrorKind::BadState && ALIVE.load(Ordering::Acquire) == 2
+        });
+        drop(window);
+        assert_eq!(ALIVE.load(Ordering::Acquire), 0, "unmapped and unpinned");
+        world.free(&memory);
     });
 }
 
