@@ -37,7 +37,6 @@ const OTHERS: &[(&str, &str, &str)] = &[
     ("iface-system/src/monitor/userfaultfd/sys.rs", "WP_HUGETLBFS_SHMEM", "a feature bit"),
     ("p2p/src/topology/source.rs", "target.len()", "the length of a link's target"),
     ("p2p/src/topology/config_space.rs", "EXTENDED", "the length of a configuration space"),
-    ("p2p/src/topology/config_space.rs", "are possible", "the length of a configuration space"),
     ("p2p/src/topology/device.rs", "Broadcom", "a vendor's PCI id"),
     ("p2p/src/staging/chunk_plan.rs", "MTU", "the largest MTU of InfiniBand"),
     ("provider-loopback/src/memory/host.rs", "entries", "a number of pages"),

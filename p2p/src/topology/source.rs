@@ -154,8 +154,8 @@ impl Source {
         }
     }
 
-    /// Opens the file at `path` for reads of single words. Returns `None` if the file does not exist
-    /// or is not readable.
+    /// Opens the file at `path` for reads of single words. Returns `None` if the file does not
+    /// exist or is not readable.
     pub(super) fn words(&self, path: &str) -> Result<Option<Words<'_>>> {
         match self {
             Self::Folder { root, live } => {
