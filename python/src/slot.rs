@@ -72,7 +72,7 @@ impl<T> Slot<T> {
             },
             Err(shared) => {
                 let error = hmem::Error::new(ErrorKind::Busy, "close")
-                    .context("why", format_args!("a call or a transfer uses the {what}"));
+                    .context("why", format_args!("a call or a transfer in flight uses the {what}"));
                 (shared, error.remedy(remedy))
             }
         };
