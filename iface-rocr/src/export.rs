@@ -97,7 +97,22 @@ impl PeerMemoryExporter for Exporter {
 }
 
 impl Exporter {
+    /// Exports a range of memory that the runtime allocated in this process.
+    ///
+    /// # Errors
+    /// - Unsupported for memory that the runtime imported, and if the runtime has no such export.
+    /// - Otherwise the runtime's error.
     fn export_range(&self, range: AddressRange, mapping: DmaBufMapping) -> Result<(OwnedFd, u64)> {
+        // The runtime's call dereferences a null pointer for memory that it imported, by IPC or
+        // from a graphics API.
+        if self.lookup.pointer_info(range.start())?.kind != sys::HSA_EXT_POINTER_TYPE_HSA {
+            return Err(ROCR
+                .lacks(
+                    Facet::DmaBuf.operation(),
+                    "the runtime exports only memory that it allocated in this process",
+                )
+                .remedy("register the memory in the process that allocated it"));
+        }
         let functions = &self.lookup.runtime.functions;
         let pointer = ptr::without_provenance::<c_void>(range.start().0 as usize);
         let (len, mut fd, mut offset): (_, c_int, _) = (range.len() as usize, -1, 0);

@@ -622,6 +622,33 @@ fn unexportable_memory_is_refused_with_its_reason() {
     free(&iface, &device).expect("free");
 }
 
+/// HM-06 HM-10
+///
+/// The real runtime crashes on an export of memory that it attached, whoever attached it. The
+/// export is refused without that call, and peer memory stays possible.
+#[test]
+fn attached_memory_is_not_exported_as_a_dma_buf() {
+    let (runtime, iface) = world();
+    let plain = allocate(&iface, AllocationKind::Device);
+    let handle = iface.ipc_export(&plain).expect("export");
+    let other = open(&runtime).expect("open");
+    let opened = other.ipc_open(&handle).expect("open");
+    for attached_by_another in [false, true] {
+        let user = if attached_by_another { &iface } else { &other };
+        let error = user.export_dma_buf(opened.range, &nic(), DmaBufMapping::Default);
+        let error = error.expect_err("attached memory");
+        assert!(error.is_unsupported() && error.remedy_text().is_some(), "{error}");
+        let address = user.export_peer_memory(opened.range, &nic()).expect("export").address;
+        assert_eq!(address, opened.base());
+    }
+    assert_eq!(runtime.calls("hsa_amd_portable_export_dmabuf_v2"), 0);
+    // SAFETY: no code uses the memory.
+    unsafe { other.ipc_close(&opened) }.expect("close");
+    free(&iface, &plain).expect("free");
+    other.close().map_err(Error::from).expect("close");
+    end(&runtime, iface);
+}
+
 /// HM-10
 #[test]
 fn ipc_handle_opens_in_another_process() {

@@ -522,6 +522,8 @@ fn export(
     if one.owner == CPU {
         return Err(INVALID_AGENT);
     }
+    // Attached memory has no region, and the real runtime does not check that.
+    assert!(!one.imported, "the real runtime dereferences a null pointer");
     if flags & sys::HSA_AMD_DMABUF_MAPPING_TYPE_PCIE != 0 && !state.profile.large_bar {
         return Err(HsaStatus::HSA_STATUS_ERROR_NOT_SUPPORTED);
     }
