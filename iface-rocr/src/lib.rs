@@ -43,9 +43,9 @@
 //!   use the handle of the physical memory, and registrations are never cached. If the application
 //!   allocated the memory, an export is refused with an error that says so, since the runtime does
 //!   not report the first address of the memory.
-//! - Memory of another process: NICs reach it as peer memory. An export as dma-buf is refused,
-//!   because the runtime would crash. Registrations are cached only if this iface opened the memory,
-//!   and until `ipc_close`.
+//! - Memory of another process, or of a graphics API: NICs reach it as peer memory. An export as
+//!   dma-buf is refused, because the runtime would crash. Registrations are cached only if this
+//!   iface opened the memory, and until `ipc_close`.
 //! - Managed memory (`hipMallocManaged`): host pages with attributes. The runtime's lookup does not
 //!   know this memory, so it counts as system memory.
 //!

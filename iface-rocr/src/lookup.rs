@@ -73,12 +73,14 @@ impl Lookup {
                 // Imported memory may belong to a device that is not visible in this process.
                 let device = self.runtime.device_of(info.owner);
                 let device = device.map(|device| device.description.id);
-                if info.kind == sys::HSA_EXT_POINTER_TYPE_IPC {
-                    (AllocationKind::Imported, device)
-                } else if self.runtime.is_cpu(info.owner) {
-                    (AllocationKind::Host, None)
-                } else {
-                    (AllocationKind::Device, device)
+                let on_host = self.runtime.is_cpu(info.owner);
+                match info.kind {
+                    sys::HSA_EXT_POINTER_TYPE_IPC => (AllocationKind::Imported, device),
+                    _ if on_host => (AllocationKind::Host, None),
+                    sys::HSA_EXT_POINTER_TYPE_HSA => (AllocationKind::Device, device),
+                    // Since ROCm 7.2 the runtime opens memory of other processes as dma-bufs, and
+                    // reports the type of memory that a graphics API shares.
+                    _ => (AllocationKind::Imported, device),
                 }
             }
             other => return self.own_virtual(address, other).map(|own| Some((other, own))),

@@ -430,29 +430,34 @@ fn memory_without_a_callback_is_not_watched() {
 
 /// MON-07 HM-10
 ///
-/// A subscription to memory that the iface opened succeeds, and closing the memory notifies the
-/// subscriber.
+/// Lookups of memory that the iface opened return the opened allocation, whichever type the runtime
+/// reports. A subscription succeeds, and closing the memory notifies the subscriber.
 #[test]
-fn memory_that_the_iface_opened_is_watched_until_its_close() {
-    let (runtime, iface) = world();
-    let plain = allocate(&iface, AllocationKind::Device);
-    let handle = iface.ipc_export(&plain).expect("export");
-    let other = open(&runtime).expect("open");
-    let monitor = other.start_monitor().expect("start");
-    let opened = other.ipc_open(&handle).expect("open");
-    let told = Arc::new(Recorder::default());
-    monitor.subscribe(opened.range, told.clone()).expect("watch");
-    assert!(monitor.valid(&NO_SUBSCRIPTION, &opened).expect("ask"));
-    let error = free(&other, &opened).expect_err("another call releases the memory");
-    assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("ipc_close")), "{error}");
-    // SAFETY: no code uses the memory.
-    unsafe { other.ipc_close(&opened) }.expect("close");
-    assert_eq!(told.changes(), [(opened.range, InvalidationCause::Free)]);
-    assert!(!monitor.valid(&NO_SUBSCRIPTION, &opened).expect("ask"));
-    free(&iface, &plain).expect("free");
-    drop(monitor);
-    other.close().map_err(Error::from).expect("close");
-    end(&runtime, iface);
+fn memory_that_the_iface_opened_is_known_and_watched_until_its_close() {
+    for attaches_dma_bufs in [false, true] {
+        let (runtime, iface) = world_of(Profile { attaches_dma_bufs, ..Profile::default() });
+        let plain = allocate(&iface, AllocationKind::Device);
+        let handle = iface.ipc_export(&plain).expect("export");
+        let other = open(&runtime).expect("open");
+        let monitor = other.start_monitor().expect("start");
+        let opened = other.ipc_open(&handle).expect("open");
+        assert_eq!(opened.kind, AllocationKind::Imported);
+        assert_eq!(query(&other, opened.base().0 + LEN - 1), Some(opened));
+        assert!(other.ipc_export(&opened).expect_err("another process's").is_unsupported());
+        let told = Arc::new(Recorder::default());
+        monitor.subscribe(opened.range, told.clone()).expect("watch");
+        assert!(monitor.valid(&NO_SUBSCRIPTION, &opened).expect("ask"));
+        let error = free(&other, &opened).expect_err("another call releases the memory");
+        assert!(error.remedy_text().is_some_and(|remedy| remedy.contains("ipc_close")), "{error}");
+        // SAFETY: no code uses the memory.
+        unsafe { other.ipc_close(&opened) }.expect("close");
+        assert_eq!(told.changes(), [(opened.range, InvalidationCause::Free)]);
+        assert!(!monitor.valid(&NO_SUBSCRIPTION, &opened).expect("ask"));
+        free(&iface, &plain).expect("free");
+        drop(monitor);
+        other.close().map_err(Error::from).expect("close");
+        end(&runtime, iface);
+    }
 }
 
 /// HM-03

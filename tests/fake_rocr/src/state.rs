@@ -32,6 +32,9 @@ pub struct Profile {
     /// True if queries report lengths rounded up to whole pages. The fake does so for release 5.2,
     /// since no header promises the requested length.
     pub rounds_lengths: bool,
+    /// True if the runtime attaches memory of other processes as dma-bufs, so that the memory has
+    /// the type GRAPHICS instead of IPC. `HSA_ENABLE_IPC_MODE_LEGACY` changes the default.
+    pub attaches_dma_bufs: bool,
     /// Functions that the library of this release lacks.
     pub absent: Vec<&'static str>,
     /// True if a copy ends only at the second query for it, so that tests see it in flight.
@@ -67,6 +70,7 @@ impl Profile {
             dma_buf: !absent.contains(&LATER[0]),
             large_bar: true,
             rounds_lengths: name == "5.2",
+            attaches_dma_bufs: name == "7.2",
             absent,
             slow_copies: false,
             copies_fail: false,
@@ -359,10 +363,10 @@ impl State {
             global_flags: 0,
         };
         if let Some((base, one)) = self.around(address) {
-            let kind = if one.imported {
-                sys::HSA_EXT_POINTER_TYPE_IPC
-            } else {
-                sys::HSA_EXT_POINTER_TYPE_HSA
+            let kind = match (one.imported, self.profile.attaches_dma_bufs) {
+                (false, _) => sys::HSA_EXT_POINTER_TYPE_HSA,
+                (true, false) => sys::HSA_EXT_POINTER_TYPE_IPC,
+                (true, true) => sys::HSA_EXT_POINTER_TYPE_GRAPHICS,
             };
             let page = if self.profile.rounds_lengths { page() } else { 1 };
             return describe(kind, base, one.len.next_multiple_of(page), one.owner);
