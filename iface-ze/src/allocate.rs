@@ -32,7 +32,7 @@ impl Allocator for DeviceAllocator {
         };
         ZE.allocate(request, unsupported, || {
             let base = self.call(entry, request)?;
-            let entered = self.lookup.enter(entry.driver, base, false);
+            let entered = self.lookup.enter(entry.driver, base, &mut None);
             if entered.is_err() {
                 let freed = self.lookup.free(entry.driver, Address::of_ptr(base));
                 log_failure!(error, freed, "cannot free the memory of a failed allocation");

@@ -24,7 +24,7 @@ use crate::{
     driver::DeviceEntry,
     error::{ZE, check},
     export::Exporter,
-    lookup::Lookup,
+    lookup::{FileId, ImportedBuffer, Lookup},
     sys::{self, DeviceMemoryDescription, ImportFd},
 };
 
@@ -44,7 +44,7 @@ struct Body {
     fd: u32,
     /// File system and inode of the dma-buf. They show whether the fd number now belongs to another
     /// file.
-    file: (u64, u64),
+    file: FileId,
     len: u64,
     /// UUID of the device, which is the same in every process.
     uuid: [u8; 16],
@@ -130,8 +130,16 @@ impl Ipc for IpcExchange {
         })?;
         let fd = body.dma_buf()?;
         let described = |error: Error| error.device(entry.description.id);
+        if body.pid == std::process::id() {
+            return Err(described(
+                ZE.error(ErrorKind::Unavailable, OPERATION)
+                    .remedy("the memory belongs to this process: use its address"),
+            ));
+        }
+        let imported = ImportedBuffer::new(entry.handle, body.file).map_err(described)?;
+        let mut imported = Some(imported);
         let base = self.import(entry, fd.as_fd(), body.len).map_err(described)?;
-        let entered = self.lookup.enter(entry.driver, base, true);
+        let entered = self.lookup.enter(entry.driver, base, &mut imported);
         if entered.is_err() {
             let closed = self.lookup.free(entry.driver, Address::of_ptr(base));
             log_failure!(error, closed, "cannot close an allocation after a failed ipc_open");
@@ -180,7 +188,7 @@ impl IpcExchange {
 }
 
 /// Returns the file system and the inode of a file, which together identify it.
-fn identity(fd: BorrowedFd<'_>) -> Result<(u64, u64)> {
+fn identity(fd: BorrowedFd<'_>) -> Result<FileId> {
     let stat =
         rustix::fs::fstat(fd).map_err(|errno| Error::os(errno, "fstat").iface(IfaceKind::ZE))?;
     Ok((stat.st_dev, stat.st_ino))

@@ -14,9 +14,10 @@ use std::{
 
 use hmem_core::{
     Address, AddressRange, Allocation, AllocationId, AllocationKind, Error, ErrorKind, IfaceKind,
-    Result,
+    ProcessMark, Result,
 };
 use hmem_iface_kit::table::Owned;
+use parking_lot::Mutex;
 
 use crate::{
     driver::{DeviceEntry, Driver},
@@ -44,6 +45,50 @@ pub(crate) struct DriverMemory {
     /// The dma-buf to which IPC handles refer. `None` until the first handle is exported. Released
     /// when the memory is freed.
     pub(crate) shared: Option<Arc<OwnedFd>>,
+    /// The dma-buf of memory that was imported from another process. `None` for other memory.
+    _imported: Option<ImportedBuffer>,
+}
+
+/// Devices and dma-bufs of all [`ImportedBuffer`]s, with the processes that imported them.
+static IMPORTED: Mutex<Vec<(ProcessMark, DeviceHandle, FileId)>> = Mutex::new(Vec::new());
+
+/// File system and inode of a file, which together identify the file.
+pub(crate) type FileId = (u64, u64);
+
+/// The right to import a dma-buf as memory of a device, until the value is dropped. All ifaces of a
+/// process together have the right once.
+///
+/// Intel's driver imports a dma-buf once: a second import returns the address of the first, and the
+/// first free ends both.
+#[derive(Debug)]
+pub(crate) struct ImportedBuffer((ProcessMark, DeviceHandle, FileId));
+
+impl ImportedBuffer {
+    /// Takes the right to import the dma-buf `file` as memory of `device`.
+    ///
+    /// # Errors
+    /// - Busy if this process has imported the dma-buf already.
+    /// - The errors of [`ProcessMark::current`].
+    pub(crate) fn new(device: DeviceHandle, file: FileId) -> Result<Self> {
+        let this = (ProcessMark::current()?, device, file);
+        let mut imported = IMPORTED.lock();
+        if imported.contains(&this) {
+            return Err(ZE
+                .error(ErrorKind::Busy, "ipc_open")
+                .remedy("this process has opened the memory already: use that allocation"));
+        }
+        imported.push(this);
+        Ok(Self(this))
+    }
+}
+
+impl Drop for ImportedBuffer {
+    fn drop(&mut self) {
+        let Self(this) = self;
+        if this.0.is_current() {
+            IMPORTED.lock().retain(|imported| imported != this);
+        }
+    }
 }
 
 /// An allocation, with its device, driver, page size and pool.
@@ -189,11 +234,13 @@ impl Lookup {
     }
 
     /// Adds new memory of the driver to the table, and returns the memory as an allocation.
+    /// Takes the dma-buf of imported memory out of `imported`, but leaves it there after an error:
+    /// the caller must free the memory before it drops the dma-buf.
     pub(crate) fn enter(
         &self,
         driver: usize,
         base: *mut c_void,
-        imported: bool,
+        imported: &mut Option<ImportedBuffer>,
     ) -> Result<Allocation> {
         let base = Address::of_ptr(base);
         let found = self.driver.with_context(driver, |context| self.find_in(driver, context, base));
@@ -203,7 +250,8 @@ impl Lookup {
                 .context("why", "the driver does not recognise memory that it has allocated")
         })?;
         let FoundAllocation { mut allocation, driver_id, pooled, .. } = found;
-        if imported {
+        let is_imported = imported.is_some();
+        if is_imported {
             allocation.kind = AllocationKind::Imported;
         }
         if pooled {
@@ -212,8 +260,9 @@ impl Lookup {
             static NEXT: AtomicU64 = AtomicU64::new(1 << 63);
             allocation.id = AllocationId(NEXT.fetch_add(1, Ordering::Relaxed));
         }
-        let memory = DriverMemory { driver_id, pooled, driver, shared: None };
-        self.owned.insert(&allocation, imported, memory);
+        let (shared, _imported) = (None, imported.take());
+        let memory = DriverMemory { driver_id, pooled, driver, shared, _imported };
+        self.owned.insert(&allocation, is_imported, memory);
         Ok(allocation)
     }
 

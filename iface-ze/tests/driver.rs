@@ -10,7 +10,9 @@ mod trials;
 
 use std::{
     collections::HashSet,
+    io::{BufRead, BufReader, Read},
     os::fd::{AsFd, AsRawFd},
+    process::{Child, ChildStdout, Stdio},
     sync::Arc,
 };
 
@@ -78,6 +80,8 @@ trials! {
     ipc_handle_of_freed_memory_or_of_another_iface_is_refused,
     /// HM-10
     ipc_handle_opens_in_another_process,
+    /// HM-10
+    memory_is_opened_once_until_its_close,
     /// HM-04
     close_with_live_memory_is_busy_and_returns_the_iface,
     /// REL-01
@@ -621,6 +625,88 @@ fn started_copy_is_done_only_when_its_bytes_have_arrived() {
     assert_eq!(driver.live(), Live::default());
 }
 
+/// A process that exports device memory, until the value is dropped. A test starts and drops the
+/// value while it owns the fake driver, because other tests count the fds of this process.
+struct Exporter {
+    process: Child,
+    output: BufReader<ChildStdout>,
+    handle: IpcHandle,
+}
+
+impl Exporter {
+    /// Variable that is set in the process that exports.
+    const VARIABLE: &str = "HMEM_ZE_TEST_EXPORTS";
+
+    /// Returns true in the process that exports, once the value was dropped. Each test with an
+    /// exporter calls this first.
+    fn has_run() -> bool {
+        if std::env::var(Self::VARIABLE).is_err() {
+            return false;
+        }
+        let (_driver, iface) = start(Profile::default());
+        let buffer = buffer(&iface, AllocationKind::Device);
+        let handle = iface.ipc_export(buffer.allocation()).expect("export");
+        println!("\nhandle {:?}", handle.bytes);
+        std::io::stdin().read_line(&mut String::new()).expect("the end of the input");
+        true
+    }
+
+    /// Starts the process, which runs the test `name`.
+    fn start(name: &str) -> Self {
+        let mut command = child::command(name);
+        command.env(Self::VARIABLE, "1").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = command.spawn().expect("the test starts");
+        let mut output = BufReader::new(process.stdout.take().expect("its output"));
+        let bytes = output.by_ref().lines().find_map(|line| {
+            let line = line.expect("text");
+            let bytes = line.strip_prefix("handle [")?.strip_suffix(']')?;
+            Some(bytes.split(", ").map(|byte| byte.parse().expect("a byte")).collect())
+        });
+        let bytes = bytes.expect("the process prints its handle");
+        Self { process, output, handle: IpcHandle { iface: IfaceKind::ZE, bytes } }
+    }
+}
+
+impl Drop for Exporter {
+    fn drop(&mut self) {
+        drop(self.process.stdin.take());
+        self.output.read_to_end(&mut Vec::new()).expect("its output");
+        self.process.wait().expect("the process ends");
+    }
+}
+
+/// Intel's driver imports a buffer once: a second import returns the first address, and the first
+/// free ends both. So the memory opens once for all ifaces of a process.
+fn memory_is_opened_once_until_its_close() -> Outcome {
+    need_pidfd_getfd()?;
+    if Exporter::has_run() {
+        return Ok(());
+    }
+    let (driver, iface) = start(Profile::default());
+    let exporter = Exporter::start("memory_is_opened_once_until_its_close");
+    let other = open(&driver).expect("open");
+    for _ in 0..2 {
+        let opened = iface.ipc_open(&exporter.handle).expect("open");
+        assert_eq!(opened.kind, AllocationKind::Imported);
+        for user in [&iface, &other] {
+            let error = user.ipc_open(&exporter.handle).expect_err("it is open");
+            assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+        }
+        assert_eq!(query(&iface, opened.base().0), Some(opened));
+        // SAFETY: no code uses the memory.
+        unsafe {
+            let error = iface.free(&opened).expect_err("it is closed, not freed");
+            assert!(error.remedy_text().is_some_and(|text| text.contains("ipc_close")), "{error}");
+            iface.ipc_close(&opened).expect("close");
+            assert!(iface.ipc_close(&opened).is_err(), "it is closed already");
+        }
+    }
+    other.close().expect("close");
+    close(iface);
+    assert_eq!(driver.live(), Live::default());
+    Ok(())
+}
+
 fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() -> Outcome {
     need_pidfd_getfd()?;
     let (driver, iface) = start(Profile::default());
@@ -634,18 +720,12 @@ fn ipc_handle_of_freed_memory_or_of_another_iface_is_refused() -> Outcome {
         iface.ipc_open(&foreign).expect_err("a handle of CUDA").kind(),
         ErrorKind::Malformed
     );
-    let opened = iface.ipc_open(&handle).expect("open");
-    assert_eq!(opened.kind, AllocationKind::Imported);
+    let error = iface.ipc_open(&handle).expect_err("a handle of this process");
+    assert!(error.is_unavailable() && error.to_string().contains("its address"), "{error}");
     // SAFETY: no code uses the memory.
-    unsafe {
-        let error = iface.free(&opened).expect_err("it is closed, not freed");
-        assert!(error.remedy_text().is_some_and(|text| text.contains("ipc_close")), "{error}");
-        iface.ipc_close(&opened).expect("close");
-        assert!(iface.ipc_close(&opened).is_err(), "it is closed already");
-        iface.free(&allocation).expect("free");
-    }
+    unsafe { iface.free(&allocation) }.expect("free");
     let error = iface.ipc_open(&handle).expect_err("freed");
-    assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+    assert!(error.is_unavailable() && error.to_string().contains("was freed"), "{error}");
     let error = iface.ipc_export(&allocation).expect_err("freed");
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     let host = iface.allocate(&request(AllocationKind::Host)).expect("allocate");
@@ -734,6 +814,13 @@ fn refused_close_keeps_the_contexts_that_were_not_destroyed() {
 /// error and nothing is leaked. Then the same work succeeds.
 fn fault_at_every_call_leaves_nothing_and_the_next_call_works() -> Outcome {
     need_pidfd_getfd()?;
+    if Exporter::has_run() {
+        return Ok(());
+    }
+    let driver = FakeDriver::start(Profile::default());
+    let exporter = Exporter::start("fault_at_every_call_leaves_nothing_and_the_next_call_works");
+    drop(driver);
+    let everything = |driver: &FakeDriver| everything(driver, &exporter.handle);
     let codes = [
         ZeResult::ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY,
         ZeResult::ZE_RESULT_ERROR_DEVICE_LOST,
@@ -777,14 +864,16 @@ fn fault_at_every_call_leaves_nothing_and_the_next_call_works() -> Outcome {
         let harmless = ["zeDevicePciGetPropertiesExt", "zeEventQueryStatus"];
         assert!(refused.contains(symbol) || harmless.contains(symbol), "{symbol} never failed");
     }
+    let _driver = FakeDriver::start(Profile::default());
+    drop(exporter);
     Ok(())
 }
 
-/// Opens an iface, uses each of its operations, and closes it. Releases everything even if a call
-/// fails.
-fn everything(driver: &FakeDriver) -> Result<()> {
+/// Opens an iface, uses each of its operations, and closes it. `foreign` is a handle of another
+/// process. Releases everything even if a call fails.
+fn everything(driver: &FakeDriver, foreign: &IpcHandle) -> Result<()> {
     let iface = open(driver)?;
-    let done = work(&iface);
+    let done = work(&iface, foreign);
     match iface.close() {
         Ok(()) => done,
         Err(rejected) => {
@@ -796,7 +885,7 @@ fn everything(driver: &FakeDriver) -> Result<()> {
     }
 }
 
-fn work(iface: &LevelZero) -> Result<()> {
+fn work(iface: &LevelZero, foreign: &IpcHandle) -> Result<()> {
     let kinds = [AllocationKind::Device, AllocationKind::Host, AllocationKind::Managed];
     let mut live = Vec::new();
     let mut done = Ok(());
@@ -807,7 +896,7 @@ fn work(iface: &LevelZero) -> Result<()> {
         }
     }
     if done.is_ok() {
-        done = use_memory(iface, &live);
+        done = use_memory(iface, &live, foreign);
     }
     for allocation in live {
         // SAFETY: no code uses the memory.
@@ -822,7 +911,7 @@ fn work(iface: &LevelZero) -> Result<()> {
     done
 }
 
-fn use_memory(iface: &LevelZero, live: &[Allocation]) -> Result<()> {
+fn use_memory(iface: &LevelZero, live: &[Allocation], foreign: &IpcHandle) -> Result<()> {
     let mut bytes = vec![1u8; LEN as usize];
     let own = Address::of_ptr(bytes.as_mut_ptr());
     // SAFETY: the allocations are live, and nothing refers to `bytes` meanwhile.
@@ -836,8 +925,8 @@ fn use_memory(iface: &LevelZero, live: &[Allocation]) -> Result<()> {
     }
     let export = iface.export_dma_buf(live[0].range, &nic(), DmaBufMapping::Default)?;
     iface.release_dma_buf(export)?;
-    let handle = iface.ipc_export(&live[0])?;
-    let opened = iface.ipc_open(&handle)?;
+    iface.ipc_export(&live[0])?;
+    let opened = iface.ipc_open(foreign)?;
     // SAFETY: no code uses the memory.
     let closed = unsafe { iface.ipc_close(&opened) };
     if let Err(error) = closed {

@@ -303,7 +303,9 @@ pub trait Ipc {
     ///
     /// # Errors
     /// - Malformed for bytes that are not a handle.
-    /// - Unavailable if the owner process has ended.
+    /// - Unavailable if the owner process has ended. Many drivers refuse memory of the calling
+    ///   process too.
+    /// - Busy if this process has opened the memory already, and the driver opens it only once.
     fn open(&self, handle: &IpcHandle) -> Result<Allocation>;
 
     /// Closes an allocation that [`open`](Self::open) returned.

@@ -32,6 +32,8 @@ pub(crate) struct Allocation {
     /// The fd of the allocation's exports, which the driver owns, and the number of exports that
     /// use it.
     pub(crate) exported: Option<(OwnedFd, u32)>,
+    /// File system and inode of the dma-buf, for an import.
+    imported: Option<(u64, u64)>,
 }
 
 /// A memory block from which the driver serves small allocations.
@@ -229,6 +231,17 @@ impl State {
         if self.profile.pools && poolable && len <= POOLED {
             return self.allocate_in_pool(len, kind, device);
         }
+        let stat = import.as_ref().map(rustix::fs::fstat).transpose().map_err(|_| INVALID)?;
+        let imported = stat.map(|stat| (stat.st_dev, stat.st_ino));
+        let again = |one: &Allocation| imported.is_some() && one.imported == imported;
+        let found = self.allocations.iter().find(|(_, one)| again(one) && one.device == device);
+        if let Some(address) = found.map(|(address, _)| *address) {
+            // Intel's driver finds the buffer by its GEM handle, and returns the address of the
+            // first import with a new number.
+            let id = self.identity();
+            self.allocations.get_mut(&address).expect("found").id = id;
+            return Ok(address);
+        }
         let size = len.next_multiple_of(GRANULARITY);
         let address = self.address(size);
         let on_host = kind != sys::ZE_MEMORY_TYPE_DEVICE;
@@ -238,7 +251,7 @@ impl State {
         }
         .map_err(|_| NO_MEMORY)?;
         let id = self.identity();
-        let allocation = Allocation { len, kind, id, device, pool: None, exported: None };
+        let allocation = Allocation { len, kind, id, device, pool: None, exported: None, imported };
         self.allocations.insert(address, allocation);
         Ok(address)
     }
@@ -270,8 +283,9 @@ impl State {
             base + pool.taken - size
         });
         let (id, pool) = (pool.id, Some(base));
-        self.allocations
-            .insert(address, Allocation { len, kind, id, device, pool, exported: None });
+        let (exported, imported) = (None, None);
+        let allocation = Allocation { len, kind, id, device, pool, exported, imported };
+        self.allocations.insert(address, allocation);
         Ok(address)
     }
 
