@@ -44,6 +44,7 @@ impl Allocator for PoolAllocator {
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        self.lookup.runtime.check_process("free")?;
         let mut origin = self.lookup.table.take("free", allocation, false)?;
         // SAFETY: `take` ended the iface's ownership of the live allocation, so that only one
         // thread frees it. The caller promises that nothing uses the memory.
@@ -228,6 +229,7 @@ impl HostRegistrar for PoolAllocator {
     }
 
     fn unregister(&self, range: AddressRange) -> Result<()> {
+        self.lookup.runtime.check_process("host_unregister")?;
         let Some(agent_address) = self.lookup.table.take_page_locked(range) else {
             return Err(ROCR
                 .error(ErrorKind::InvalidArgument, "host_unregister")

@@ -117,6 +117,7 @@ impl Copier {
     /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`] until the copy has
     /// ended.
     unsafe fn start(&self, copy: CopyRange) -> Result<Option<SignalCopy>> {
+        self.0.lookup.runtime.check_process("copy")?;
         let (to, from) = (self.side(copy.to, copy.len)?, self.side(copy.from, copy.len)?);
         let agent = match (to, from) {
             (CopySide::Device(agent), _) | (_, CopySide::Device(agent)) => agent,
@@ -276,7 +277,9 @@ impl CopyBuffers {
 
 impl Drop for CopyBuffers {
     fn drop(&mut self) {
-        log_failure!(warn, self.release(), "cannot free the buffers for copies");
+        if self.lookup.runtime.process.is_current() {
+            log_failure!(warn, self.release(), "cannot free the buffers for copies");
+        }
     }
 }
 
@@ -407,12 +410,14 @@ impl SignalCopy {
 
 impl DeviceCopy for SignalCopy {
     fn has_ended(&self) -> bool {
-        let load = self.buffers.lookup.runtime.functions.signal_load;
+        let runtime = &self.buffers.lookup.runtime;
         // SAFETY: the signal is this copy's own.
-        unsafe { load(self.signal) < 1 }
+        !runtime.process.is_current() || unsafe { (runtime.functions.signal_load)(self.signal) } < 1
     }
 
     fn finish(mut self) -> Result<()> {
+        // The copy of a parent accesses no memory of its forked child.
+        self.buffers.lookup.runtime.check_process("copy")?;
         let waited = if self.signal == Signal::default() { Ok(()) } else { self.wait() };
         if let (Ok(()), Some(out)) = (&waited, self.out) {
             // SAFETY: the buffer is this copy's own, and the caller of the copy keeps the

@@ -4,7 +4,7 @@
 
 use std::{ffi::c_void, fs::File, io, ptr};
 
-use hmem_core::{DeviceId, ErrorKind, Result, iface};
+use hmem_core::{DeviceId, ErrorKind, IfaceKind, ProcessMark, Result, iface};
 use hmem_iface_kit::{log_failure, text};
 use parking_lot::Mutex;
 
@@ -17,6 +17,10 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Runtime {
     pub(crate) functions: Functions,
+    /// The process that started the runtime. A forked child releases nothing, and takes no lock of
+    /// the iface to release or to watch memory: a thread of the parent may have held the lock
+    /// during the fork, and no thread of the child releases it.
+    pub(crate) process: ProcessMark,
     /// Devices in the order of their ordinals.
     pub(crate) devices: Vec<DeviceEntry>,
     /// CPUs that the runtime listed.
@@ -51,6 +55,7 @@ impl Runtime {
     /// # Errors
     /// The errors of [`Builder::open`](crate::Builder::open).
     pub(crate) fn start(functions: Functions) -> Result<Self> {
+        let process = ProcessMark::current().map_err(|error| error.iface(IfaceKind::ROCR))?;
         // SAFETY: the call adds a reference to the runtime. Any thread may make it any number of
         // times.
         let code = unsafe { (functions.init)() };
@@ -68,6 +73,7 @@ impl Runtime {
         // From here on, dropping `runtime` releases the reference to the runtime.
         let mut runtime = Self {
             functions,
+            process,
             devices: Vec::new(),
             cpus: Vec::new(),
             host: None,
@@ -112,6 +118,14 @@ impl Runtime {
             "ROCr opened"
         );
         Ok(runtime)
+    }
+
+    /// Checks that the calling process started the runtime.
+    ///
+    /// # Errors
+    /// BadState in a forked child.
+    pub(crate) fn check_process(&self, operation: &'static str) -> Result<()> {
+        self.process.check(operation).map_err(|error| error.iface(IfaceKind::ROCR))
     }
 
     /// Releases the reference to the runtime.
@@ -196,7 +210,9 @@ impl Runtime {
 
 impl Drop for Runtime {
     fn drop(&mut self) {
-        log_failure!(warn, self.release(), "cannot release the reference to the HSA runtime");
+        if self.process.is_current() {
+            log_failure!(warn, self.release(), "cannot release the reference to the HSA runtime");
+        }
     }
 }
 

@@ -25,6 +25,7 @@ use crate::{
     lookup::Lookup,
     monitor::CallbackMonitors,
     sys::Functions,
+    table::AllocationTable,
 };
 
 /// The iface for AMD ROCr memory, over the HSA runtime.
@@ -67,6 +68,7 @@ impl Builder {
     /// - Unavailable if the library, a required symbol or a device is absent, or the
     ///   runtime does not start. The error names the library, and the runtime's code if there is
     ///   one.
+    /// - The errors of [`ProcessMark::current`](hmem_core::ProcessMark::current).
     /// - Otherwise the error of a query for the properties of the runtime, an agent or a pool.
     pub fn open(mut self) -> Result<Rocr> {
         Rocr::start(self.load()?)
@@ -79,20 +81,24 @@ impl Rocr {
     /// # Errors
     /// - Busy while memory of this iface is allocated, opened or page-locked, or a
     ///   copy is in flight.
+    /// - BadState in a forked child.
     /// - Otherwise the runtime's error.
     ///
     /// The error holds the iface, which still works.
     pub fn close(self) -> Result<(), Rejected<Self>> {
-        let (allocations, copies) = (self.lookup.table.owned(), self.copier.in_flight());
-        let closed = check_idle(IfaceKind::ROCR, allocations, copies)
-            .and_then(|()| self.copier.release())
-            .and_then(|()| self.lookup.runtime.release());
+        let runtime = &self.lookup.runtime;
+        let closed = runtime.check_process("close").and_then(|()| {
+            check_idle(IfaceKind::ROCR, self.lookup.table.owned(), self.copier.in_flight())?;
+            self.copier.release()?;
+            runtime.release()
+        });
         closed.map_err(|error| Rejected::new(self, error))
     }
 
     fn start(functions: Functions) -> Result<Self> {
         let runtime = Arc::new(Runtime::start(functions)?);
-        let lookup = Arc::new(Lookup { runtime, table: Arc::default() });
+        let table = Arc::new(AllocationTable::new(runtime.process));
+        let lookup = Arc::new(Lookup { runtime, table });
         let shared = || Arc::clone(&lookup);
         Ok(Self {
             allocator: PoolAllocator { lookup: shared() },

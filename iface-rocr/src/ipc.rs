@@ -131,6 +131,7 @@ impl Ipc for IpcExchange {
     }
 
     unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
+        self.lookup.runtime.check_process("ipc_close")?;
         let origin = self.lookup.table.take("ipc_close", allocation, true)?;
         self.detach(allocation.base()).map_err(|error| {
             self.lookup.table.own(*allocation, origin);

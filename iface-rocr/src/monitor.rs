@@ -67,6 +67,7 @@ impl Monitor for CallbackMonitor {
                 "the iface was closed: its memory is no longer watched",
             );
         };
+        lookup.runtime.check_process("subscribe")?;
         let unsupported = |remedy| refuse(ErrorKind::Unsupported, remedy);
         match lookup.find(range.start())?.map(|found| found.kind) {
             Some(AllocationKind::HostRegistered) => {
@@ -85,7 +86,9 @@ impl Monitor for CallbackMonitor {
     }
 
     fn unsubscribe(&self, subscription: Subscription) {
-        if let Some(lookup) = self.lookup.upgrade() {
+        if let Some(lookup) = self.lookup.upgrade()
+            && lookup.runtime.process.is_current()
+        {
             lookup.table.subscriptions.remove(subscription);
         }
     }

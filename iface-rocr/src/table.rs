@@ -16,7 +16,7 @@ use std::{
 };
 
 use hmem_core::{
-    Address, AddressRange, Allocation, AllocationId, IfaceKind, Result,
+    Address, AddressRange, Allocation, AllocationId, IfaceKind, ProcessMark, Result,
     monitor::{FreeSubscriptions, Invalidator, Subscription},
 };
 use hmem_iface_kit::table::{VmmObjects, not_live, other_call};
@@ -25,8 +25,10 @@ use parking_lot::Mutex;
 use crate::sys::VmemHandle;
 
 /// Live allocations and page-locked ranges, with the subscriptions to frees.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct AllocationTable {
+    /// The process that started the runtime. In a forked child, frees notify no subscriber.
+    process: ProcessMark,
     entries: Mutex<Entries>,
     pub(crate) subscriptions: FreeSubscriptions,
     /// Lock that a thread holds while it registers a callback, so that each allocation gets one
@@ -78,6 +80,15 @@ struct Notice {
 }
 
 impl AllocationTable {
+    pub(crate) fn new(process: ProcessMark) -> Self {
+        Self {
+            process,
+            entries: Mutex::default(),
+            subscriptions: FreeSubscriptions::default(),
+            registering: Mutex::default(),
+        }
+    }
+
     /// Returns a new identity, which no other call returns.
     pub(crate) fn next_id(&self) -> AllocationId {
         self.entries.lock().next_id()
@@ -275,6 +286,9 @@ impl AllocationTable {
 
 impl Drop for AllocationTable {
     fn drop(&mut self) {
+        if !self.process.is_current() {
+            return;
+        }
         let left = self.owned();
         if left > 0 {
             tracing::warn!(left, "ROCr memory was not freed before its iface was dropped");
@@ -289,8 +303,8 @@ impl Entries {
     }
 }
 
-/// Notifies the subscribers of freed memory. The runtime calls this function on the thread that
-/// frees.
+/// Notifies the subscribers of freed memory, but not in a forked child. The runtime calls this
+/// function on the thread that frees.
 ///
 /// # Safety
 /// `notice` must come from [`AllocationTable::begin`]. The runtime must pass it to one call of this
@@ -299,7 +313,9 @@ pub(crate) unsafe extern "C" fn on_free(_pointer: *mut c_void, notice: *mut c_vo
     // SAFETY: `begin` made `notice`, and only this call frees it: "callbacks are automatically
     // deregistered when they are invoked".
     let notice = unsafe { Box::from_raw(notice.cast::<Notice>()) };
-    if let Some(table) = notice.table.upgrade() {
+    if let Some(table) = notice.table.upgrade()
+        && table.process.is_current()
+    {
         table.remove(notice.base, notice.id);
     }
 }

@@ -42,6 +42,7 @@ impl Allocator for DeviceAllocator {
     }
 
     unsafe fn free(&self, allocation: &Allocation) -> Result<()> {
+        self.lookup.driver.check_process("free")?;
         let owned = self.lookup.owned.take("free", allocation, false)?;
         self.lookup.free(owned.driver, allocation.base()).map_err(|error| {
             self.lookup.owned.insert(allocation, false, owned);

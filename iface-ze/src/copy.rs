@@ -86,6 +86,7 @@ impl Copier {
     /// The caller must uphold the safety contract of [`hmem_core::Iface::copy`] until the copy has
     /// ended.
     unsafe fn start(&self, copy: CopyRange) -> Result<Option<LaneCopy>> {
+        self.0.lookup.driver.check_process("copy")?;
         // SAFETY: the caller upholds the contract of `Iface::copy`.
         let started = match unsafe { self.route(copy) }? {
             Route::Done => return Ok(None),
@@ -241,13 +242,17 @@ struct LaneCopy {
 
 impl DeviceCopy for LaneCopy {
     fn has_ended(&self) -> bool {
-        let query = self.lanes.lookup.driver.functions.event_query_status;
-        // SAFETY: the event is this copy's own.
-        unsafe { query(self.lane.event) != ZeResult::ZE_RESULT_NOT_READY }
+        let driver = &self.lanes.lookup.driver;
+        let query = driver.functions.event_query_status;
+        !driver.process.is_current()
+            // SAFETY: the event is this copy's own.
+            || unsafe { query(self.lane.event) } != ZeResult::ZE_RESULT_NOT_READY
     }
 
     fn finish(self) -> Result<()> {
         let Self { lanes, mut lane, rest } = self;
+        // The copy of a parent accesses no memory of its forked child.
+        lanes.lookup.driver.check_process("copy")?;
         let result = lanes.finish(&mut lane);
         if let (Ok(()), Some(rest)) = (&result, rest) {
             // SAFETY: this copy owns the lane to which the buffer belongs. The caller of

@@ -4,7 +4,7 @@
 
 use std::ptr;
 
-use hmem_core::{DeviceId, ErrorKind, Result, iface::Device};
+use hmem_core::{DeviceId, ErrorKind, IfaceKind, ProcessMark, Result, iface::Device};
 use hmem_iface_kit::{log_failure, text};
 use parking_lot::RwLock;
 
@@ -52,6 +52,11 @@ impl DeviceEntry {
 #[derive(Debug)]
 pub(crate) struct Driver {
     pub(crate) functions: Functions,
+    /// The process that opened the loader. A forked child releases nothing: its driver has the
+    /// device files of the parent, with the parent's memory. The child also takes no lock of the
+    /// iface to release or to watch memory, since a thread of the parent may have held the lock
+    /// during the fork.
+    pub(crate) process: ProcessMark,
     pub(crate) devices: Vec<DeviceEntry>,
     /// One context for each driver with a GPU. Calls hold the lock while they use a context, so
     /// that no other thread destroys it.
@@ -60,6 +65,7 @@ pub(crate) struct Driver {
 
 impl Driver {
     pub(crate) fn start(functions: Functions) -> Result<Self> {
+        let process = ProcessMark::current().map_err(|error| error.iface(IfaceKind::ZE))?;
         // SAFETY: the header defines the flag, and any thread may make the call any number of
         // times.
         let code = unsafe { (functions.init)(sys::ZE_INIT_FLAG_GPU_ONLY) };
@@ -75,7 +81,8 @@ impl Driver {
             ));
         }
         // From here on, dropping `driver` destroys the contexts.
-        let mut driver = Self { functions, devices: Vec::new(), contexts: RwLock::default() };
+        let (devices, contexts) = (Vec::new(), RwLock::default());
+        let mut driver = Self { functions, process, devices, contexts };
         let drivers = list(DriverHandle::NULL, "zeDriverGet", |count, into| {
             // SAFETY: `list` passes valid pointers.
             unsafe { (driver.functions.driver_get)(count, into) }
@@ -144,6 +151,14 @@ impl Driver {
         self.devices
             .iter()
             .find(|entry| entry.handle == handle || entry.sub_devices.contains(&handle))
+    }
+
+    /// Checks that the calling process opened the loader.
+    ///
+    /// # Errors
+    /// BadState in a forked child.
+    pub(crate) fn check_process(&self, operation: &'static str) -> Result<()> {
+        self.process.check(operation).map_err(|error| error.iface(IfaceKind::ZE))
     }
 
     /// Calls a function with the context of a driver. No other thread destroys the context during
@@ -272,7 +287,9 @@ impl Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        log_failure!(warn, self.release(), "cannot destroy a Level Zero context");
+        if self.process.is_current() {
+            log_failure!(warn, self.release(), "cannot destroy a Level Zero context");
+        }
     }
 }
 

@@ -63,6 +63,7 @@ impl Builder {
     /// # Errors
     /// - Unavailable if the library, a required symbol or a device is absent, or the
     ///   driver does not start. The error names the library, and the driver's code if there is one.
+    /// - The errors of [`ProcessMark::current`](hmem_core::ProcessMark::current).
     /// - Otherwise the error of a query for the drivers or devices, or of the creation of a
     ///   context.
     pub fn open(mut self) -> Result<LevelZero> {
@@ -93,15 +94,19 @@ impl LevelZero {
     /// # Errors
     /// - Busy while memory of this iface is allocated or opened, or a copy is in
     ///   flight.
+    /// - BadState in a forked child.
     /// - Otherwise the driver's error.
     ///
     /// The error holds the iface, which can be closed again. Calls for a device whose context was
     /// destroyed before the error fail with BadState.
     pub fn close(self) -> Result<(), Rejected<Self>> {
-        check_idle(IfaceKind::ZE, self.lookup.owned.len(), self.copier.in_flight())
-            .and_then(|()| self.copier.release())
-            .and_then(|()| self.lookup.driver.release())
-            .map_err(|error| Rejected::new(self, error))
+        let driver = &self.lookup.driver;
+        let closed = driver.check_process("close").and_then(|()| {
+            check_idle(IfaceKind::ZE, self.lookup.owned.len(), self.copier.in_flight())?;
+            self.copier.release()?;
+            driver.release()
+        });
+        closed.map_err(|error| Rejected::new(self, error))
     }
 }
 

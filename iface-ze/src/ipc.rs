@@ -148,6 +148,7 @@ impl Ipc for IpcExchange {
     }
 
     unsafe fn close(&self, allocation: &Allocation) -> Result<()> {
+        self.lookup.driver.check_process("ipc_close")?;
         let owned = self.lookup.owned.take("ipc_close", allocation, true)?;
         self.lookup.free(owned.driver, allocation.base()).map_err(|error| {
             self.lookup.owned.insert(allocation, true, owned);

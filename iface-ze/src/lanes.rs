@@ -268,6 +268,8 @@ impl Lanes {
 
 impl Drop for Lanes {
     fn drop(&mut self) {
-        log_failure!(warn, self.release(), "cannot destroy a Level Zero command list");
+        if self.lookup.driver.process.is_current() {
+            log_failure!(warn, self.release(), "cannot destroy a Level Zero command list");
+        }
     }
 }

@@ -4,6 +4,7 @@
 
 use std::{
     ffi::c_void,
+    mem,
     os::fd::OwnedFd,
     ptr,
     sync::{
@@ -295,6 +296,16 @@ impl Lookup {
             // promises that nothing uses the memory.
             check(unsafe { (self.driver.functions.mem_free)(context, pointer) }, "zeMemFree")
         })
+    }
+}
+
+impl Drop for Lookup {
+    /// In a forked child, leaks the table of the parent's memory, whose drop would report the
+    /// memory as not freed.
+    fn drop(&mut self) {
+        if !self.driver.process.is_current() {
+            mem::forget(mem::replace(&mut self.owned, Owned::new(IfaceKind::ZE)));
+        }
     }
 }
 

@@ -62,6 +62,7 @@ impl Monitor for IdentityMonitor {
 
     fn subscribe(&self, range: AddressRange, _: Arc<dyn Invalidator>) -> Result<Subscription> {
         let lookup = self.lookup()?;
+        lookup.driver.check_process("subscribe")?;
         let refuse = |remedy| {
             Err(ZE
                 .error(ErrorKind::Unsupported, "subscribe")
