@@ -61,8 +61,8 @@ named_enum! {
 ///
 /// The thread that frees the memory may call the methods, even inside a driver's callback or a
 /// patched `munmap`. A thread of the monitor may call them too. So an implementation must not take
-/// a lock, allocate, log or run a destructor. It must be cheap for memory that is not cached,
-/// because most notifications are for such memory.
+/// a lock, allocate, log, run a destructor or call a cancellation point (`pthreads(7)`). It must be
+/// cheap for memory that is not cached, because most notifications are for such memory.
 pub trait Invalidator: fmt::Debug + Send + Sync {
     /// Invalidates a range of memory that is freed or changed.
     ///

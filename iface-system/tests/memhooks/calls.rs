@@ -1,15 +1,15 @@
 //! Tests of notifications by hooks, and of the results and cost of hooked calls.
 
-use std::{ptr, sync::Arc};
+use std::{ptr, sync::Arc, thread, time::Duration};
 
 use hmem_core::{
     AddressRange, AllocationKind, DeviceId, IfaceExt,
     iface::AllocRequest,
-    monitor::{InvalidationCause, Monitor},
+    monitor::{GateToken, InvalidationCause, InvalidationToken, Invalidator, Monitor},
 };
 use hmem_iface_system::{
     System,
-    monitor::{HostMonitorKind, MemHooks, SystemMonitor},
+    monitor::{HostMonitorKind, Layered, MemHooks, SystemMonitor},
 };
 
 use crate::{ANONYMOUS, RW, counting, monitors::*, observed};
@@ -139,6 +139,91 @@ pub(crate) fn glibcs_own_calls_are_seen() {
     );
     monitor.unsubscribe(subscription);
     drop(monitor);
+}
+
+pub(crate) fn hooks_are_no_cancellation_points() {
+    let monitor = MemHooks::start().unwrap();
+    let recorder = Recorder::new();
+    let page = page();
+    let block = map(page);
+    let subscription =
+        monitor.subscribe(range(block, page), Arc::<Recorder>::clone(&recorder)).unwrap();
+    // SAFETY: the calls create a segment, and map it at an address that the kernel chooses.
+    let segment = unsafe {
+        let id = libc::shmget(libc::IPC_PRIVATE, page, libc::IPC_CREAT | 0o600);
+        let segment = libc::shmat(id, ptr::null(), 0);
+        assert_ne!(segment.addr(), usize::MAX);
+        libc::shmctl(id, libc::IPC_RMID, ptr::null_mut());
+        segment
+    };
+    let here = range(segment, page);
+    let at = segment.expose_provenance();
+    // The hook opens and closes `/proc/self/maps`.
+    with_pending_cancellation(|| {
+        // SAFETY: the segment belongs to the test, and nothing uses it any longer.
+        assert_eq!(unsafe { libc::shmdt(ptr::with_exposed_provenance(at)) }, 0);
+    });
+    assert_eq!(
+        recorder.about(here),
+        [(InvalidationCause::Detach, How::Begun), (InvalidationCause::Detach, How::Ended)]
+    );
+    monitor.unsubscribe(subscription);
+    unmap(block, page);
+}
+
+pub(crate) fn hook_that_waits_for_userfaultfd_is_no_cancellation_point() {
+    /// An invalidator that delays the thread that reads userfaultfd events.
+    #[derive(Debug)]
+    struct Slow(Arc<Recorder>);
+    impl Invalidator for Slow {
+        fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
+            thread::sleep(Duration::from_millis(50));
+            self.0.invalidate(range, cause);
+        }
+        fn invalidate_start(
+            &self,
+            range: AddressRange,
+            cause: InvalidationCause,
+        ) -> InvalidationToken {
+            self.0.invalidate_start(range, cause)
+        }
+        fn invalidate_end(&self, change: InvalidationToken) {
+            self.0.invalidate_end(change);
+        }
+        fn close_gate(&self) -> GateToken {
+            self.0.close_gate()
+        }
+        fn open_gate(&self, closed: GateToken) {
+            self.0.open_gate(closed);
+        }
+    }
+    let uffd = start_userfaultfd();
+    let monitor = Layered::new(MemHooks::start().unwrap(), uffd);
+    let recorder = Recorder::new();
+    let page = page();
+    let block = map(page);
+    let here = range(block, page);
+    let subscription =
+        monitor.subscribe(here, Arc::new(Slow(Arc::<Recorder>::clone(&recorder)))).unwrap();
+    recorder.clear();
+    let at = block.expose_provenance();
+    // The hook sleeps until the thread that reads events has notified the invalidator.
+    with_pending_cancellation(|| {
+        let at = ptr::with_exposed_provenance_mut(at);
+        // SAFETY: the page belongs to the test, and no reference to it exists.
+        assert_eq!(unsafe { libc::madvise(at, page, libc::MADV_DONTNEED) }, 0);
+    });
+    let mut about = recorder.about(here);
+    about.retain(|(_, how)| *how != How::Invalidated);
+    assert_eq!(
+        about,
+        [(InvalidationCause::Discard, How::Begun), (InvalidationCause::Discard, How::Ended)]
+    );
+    monitor.unsubscribe(subscription);
+    // The first subscription of an invalidator waits for all hooked calls.
+    let again = monitor.subscribe(here, Recorder::new()).unwrap();
+    monitor.unsubscribe(again);
+    unmap(block, page);
 }
 
 pub(crate) fn hooks_allocate_nothing_and_take_no_lock() {

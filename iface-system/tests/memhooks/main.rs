@@ -25,6 +25,10 @@ cases! {
     /// MON-03
     glibcs_own_calls_are_seen,
     /// MON-03
+    hooks_are_no_cancellation_points,
+    /// MON-03
+    hook_that_waits_for_userfaultfd_is_no_cancellation_point,
+    /// MON-03
     hooks_allocate_nothing_and_take_no_lock,
     /// MON-03
     thread_inside_a_call_survives_patch_and_unpatch,

@@ -10,6 +10,7 @@ use std::{
         Arc,
         atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::SeqCst},
     },
+    thread,
 };
 
 use hmem_core::{
@@ -216,6 +217,26 @@ pub fn unmap(at: *mut libc::c_void, len: usize) {
 pub fn raw_unmap(at: *mut libc::c_void, len: usize) {
     // SAFETY: tests pass only memory that they have mapped and no longer use.
     assert_eq!(unsafe { libc::syscall(libc::SYS_munmap, at, len) }, 0);
+}
+
+/// Runs `call` on a new thread while a request to cancel that thread is pending. The request takes
+/// effect at the first cancellation point (`pthreads(7)`) in `call`, which ends the process. After
+/// `call`, the request has no effect any more.
+pub fn with_pending_cancellation(call: impl FnOnce() + Send) {
+    const PTHREAD_CANCEL_DISABLE: i32 = 1;
+    // SAFETY: the type is that of the C library's function.
+    unsafe extern "C" {
+        fn pthread_setcancelstate(state: i32, before: *mut i32) -> i32;
+    }
+    let run = || {
+        // SAFETY: the request takes effect at a cancellation point only. Rust then ends the
+        // process instead of unwinding.
+        assert_eq!(unsafe { libc::pthread_cancel(libc::pthread_self()) }, 0);
+        call();
+        // SAFETY: the call only changes the state of this thread, and may get a null pointer.
+        unsafe { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, ptr::null_mut()) };
+    };
+    thread::scope(|scope| scope.spawn(run).join().unwrap());
 }
 
 /// Runs `child` in a forked process, and returns the exit status of that process.

@@ -43,6 +43,8 @@ use std::{
     time::Duration,
 };
 
+use super::cancellation::without_cancellation;
+
 /// The maximum number of calls of `madvise` that can be announced at the same time. The events of
 /// further calls are treated like those of raw system calls.
 const CALLS: usize = 32;
@@ -134,7 +136,8 @@ impl Announced {
             }
             let pause = libc::timespec { tv_sec: 0, tv_nsec: PAUSE.as_nanos() as libc::c_long };
             // SAFETY: nanosleep reads the time, and writes nothing without a second pointer.
-            unsafe { libc::nanosleep(&raw const pause, std::ptr::null_mut()) };
+            let sleep = || unsafe { libc::nanosleep(&raw const pause, std::ptr::null_mut()) };
+            without_cancellation(sleep);
         }
         let word = &self.calls[slot].word;
         // In a child that was forked during the call, the kernel has zeroed the word.

@@ -5,6 +5,7 @@
 use hmem_core::{AddressRange, monitor::InvalidationCause};
 use hmem_hook::clamped;
 
+use super::cancellation::without_cancellation;
 use crate::{monitor::area, sys};
 
 /// The six argument registers of a call.
@@ -148,7 +149,7 @@ fn huge_of_new(address: usize, len: usize, flags: usize, fd: usize) -> Option<u6
 #[cold]
 fn huge_of_mapped(address: usize, lens: [usize; 2]) -> Option<(u64, bool)> {
     let fitting = matters(address, lens)?;
-    match area::at_or_after(address as u64) {
+    match without_cancellation(|| area::at_or_after(address as u64)) {
         Ok(Some(area)) if area.start <= address as u64 => {
             (area.page_size > sys::page_size()).then_some((area.page_size, area.is_page_size_known))
         }
@@ -268,7 +269,7 @@ impl Function {
                 one_range(start, len, InvalidationCause::Replace)
             }
             Self::Shmdt => {
-                let range = area::attached(start);
+                let range = without_cancellation(|| area::attached(start));
                 one_range(range.start().0, range.len(), InvalidationCause::Detach)
             }
             // For this call, the kernel rounds the address and the length down to whole pages.

@@ -2,7 +2,8 @@
 //!
 //! A hook runs on any thread, inside allocators and signal handlers, with any lock held. So the
 //! code here does not allocate, lock, log or run destructors. It uses no thread-local storage
-//! except `errno`, which it restores.
+//! except `errno` and the thread's cancelability, and restores both. It has no cancellation point
+//! (`cancellation.rs`).
 
 #![allow(unsafe_code, reason = "the hooks, which have the signatures of C functions")]
 

@@ -11,6 +11,7 @@
 
 mod announced;
 mod area_cache;
+mod cancellation;
 mod function;
 mod hook;
 mod self_test;
