@@ -112,7 +112,7 @@ impl Discards {
             }
         }
         // If threads ended while the list was read, the list may lack a live thread.
-        if fs::metadata(TASKS)?.nlink() != tasks.len() as u64 + 2 {
+        if !is_complete(&tasks, fs::metadata(TASKS)?.nlink()) {
             return Ok(());
         }
         self.outside.retain(|task, _| tasks.contains(task));
@@ -127,6 +127,18 @@ impl Discards {
         self.pending.retain(|(_, number)| *number > over);
         Ok(())
     }
+}
+
+/// Returns true if `tasks`, a list of threads, certainly contains every thread that existed when
+/// the number `links` of links to the folder [`TASKS`] was read. The list must be older than that
+/// number.
+///
+/// The folder has a link for each live thread, and two more. An equal number of threads is not
+/// enough: a listed thread that has ended hides a live thread that the list lacks. If all listed
+/// threads are still alive, they are as many as the live threads, and so the same.
+fn is_complete(tasks: &HashSet<u32>, links: u64) -> bool {
+    links == tasks.len() as u64 + 2
+        && tasks.iter().all(|task| Path::new(&format!("{TASKS}/{task}")).exists())
 }
 
 /// Returns true if the thread with id `task` is certainly not in a call that discards memory at
@@ -211,6 +223,19 @@ mod tests {
         assert!(is_other_call("-1 0x7f 0x7f\n"));
         assert!(!is_other_call(""));
         assert_eq!(state_and_flags("7 (a) b) S 1 2 3 4 5 16 8"), Some(('S', 16)));
+    }
+
+    #[test]
+    fn list_with_an_ended_thread_may_lack_a_live_one() {
+        let id = || rustix::thread::gettid().as_raw_nonzero().get() as u32;
+        let (own, ended) = (id(), std::thread::spawn(id).join().unwrap());
+        // The kernel removes the thread from the folder after `join` has returned.
+        while Path::new(&format!("{TASKS}/{ended}")).exists() {
+            std::thread::yield_now();
+        }
+        assert!(is_complete(&HashSet::from([own]), 3));
+        assert!(!is_complete(&HashSet::from([own]), 4), "a thread is not listed");
+        assert!(!is_complete(&HashSet::from([own, ended]), 4), "the list lacks a live thread");
     }
 
     #[test]
