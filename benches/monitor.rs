@@ -244,6 +244,10 @@ fn main() {
             let subscription = layered
                 .subscribe(range(kept), Arc::<CountingInvalidator>::clone(&invalidator))
                 .expect("subscribe");
+            let subscribe = "memhooks+userfaultfd: subscribe+unsubscribe";
+            figures.push(report::measure_alone(subscribe, Target::Unlimited, || {
+                resubscribe(&*layered, &invalidator, kept)
+            }));
             figures.push(report::compare(
                 both,
                 Target::Unlimited,

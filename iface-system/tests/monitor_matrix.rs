@@ -34,6 +34,8 @@ cases! {
     /// MON-01
     memhooks_and_userfaultfd_match_the_table,
     /// MON-01
+    file_mapped_by_raw_calls_is_refused_by_memhooks_and_userfaultfd,
+    /// MON-01
     huge_pages_are_watched_whole_by_userfaultfd,
     /// MON-01
     import_matches_the_table;
@@ -327,6 +329,41 @@ fn memhooks_and_userfaultfd_match_the_table() {
     // The one refusal is for the System V segment, which userfaultfd cannot watch.
     assert_eq!(monitor.uffd_refusals(), 1);
     assert!(monitor.why_uffd_refusals().unwrap().contains("System V"));
+}
+
+/// Tests that the monitor refuses a file at addresses that had anonymous memory before, although no
+/// hook sees that change. Userfaultfd watches memory files, and refuses other files itself.
+fn file_mapped_by_raw_calls_is_refused_by_memhooks_and_userfaultfd() {
+    let monitor = Layered::new(MemHooks::start().unwrap(), start_userfaultfd());
+    let memory_file = || {
+        // SAFETY: the call creates a file and returns its only fd.
+        let fd = unsafe { libc::memfd_create(c"hmem-matrix".as_ptr(), libc::MFD_CLOEXEC) };
+        assert!(fd >= 0);
+        // SAFETY: the fd is new, and nothing else owns it.
+        fs::File::from(unsafe { OwnedFd::from_raw_fd(fd) })
+    };
+    let file = fs::File::open(env!("CARGO_MANIFEST_PATH")).unwrap();
+    let (protection, flags) = (libc::PROT_READ, libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE);
+    for file in [memory_file(), file] {
+        let at = map(page());
+        let here = range(at, page());
+        let recorder = Recorder::new();
+        // The hooks now remember that the page can be watched, until a hook runs.
+        for _ in 0..2 {
+            let invalidator = Arc::<Recorder>::clone(&recorder);
+            monitor.unsubscribe(monitor.subscribe(here, invalidator).unwrap());
+        }
+        raw_unmap(at, page());
+        let fd = file.as_raw_fd();
+        // SAFETY: the test has just unmapped the page, and the call replaces no mapping.
+        let mapped =
+            unsafe { libc::syscall(libc::SYS_mmap, at, page(), protection, flags, fd, 0_usize) };
+        assert_eq!(mapped as usize, at.addr());
+        let refusals = monitor.uffd_refusals();
+        let error = monitor.subscribe(here, recorder).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("truncated"), "{error}");
+        assert_eq!(monitor.uffd_refusals(), refusals, "the hooks alone do not watch the file");
+    }
 }
 
 /// Tests that a subscription to a part of a huge page watches the whole page. The machine needs no

@@ -17,7 +17,9 @@ use hmem_core::{
 };
 use parking_lot::Mutex;
 
-use super::{MemHooks, UserFaultFd};
+use super::{MemHooks, UserFaultFd, maps::Maps};
+
+const NAME: &str = "memhooks+userfaultfd";
 
 /// [`MemHooks`] together with [`UserFaultFd`], which catches the changes that the hooks do not see.
 ///
@@ -30,6 +32,10 @@ use super::{MemHooks, UserFaultFd};
 pub struct Layered {
     hooks: Arc<MemHooks>,
     uffd: Arc<UserFaultFd>,
+    /// Queried for each subscription. Unlike the hooks alone, this monitor caches no result: a raw
+    /// system call may map a file at addresses that had anonymous memory, and the hooks, which
+    /// would end the caching, do not see that call.
+    maps: Maps,
     /// The current subscriptions. Each value is a subscription to the hooks, and a subscription to
     /// userfaultfd unless userfaultfd refused the range.
     subscriptions: Mutex<SubscriptionMap<(Subscription, Option<Subscription>)>>,
@@ -51,6 +57,7 @@ impl Layered {
         Arc::new(Self {
             hooks,
             uffd,
+            maps: Maps::default(),
             subscriptions: Mutex::default(),
             uffd_refusals: AtomicU64::new(0),
             last_refusal: Mutex::default(),
@@ -88,7 +95,7 @@ impl fmt::Debug for Layered {
 
 impl Monitor for Layered {
     fn name(&self) -> &str {
-        "memhooks+userfaultfd"
+        NAME
     }
 
     fn rationale(&self) -> String {
@@ -116,8 +123,15 @@ impl Monitor for Layered {
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
-        let hooked = self.hooks.subscribe(range, Arc::clone(&invalidator))?;
-        let caught = match self.uffd.watch(range, invalidator, None) {
+        let hooked = self.hooks.watch(&invalidator)?;
+        let area = match self.maps.check(range, NAME) {
+            Ok(area) => area,
+            Err(error) => {
+                self.hooks.unsubscribe(hooked);
+                return Err(error);
+            }
+        };
+        let caught = match self.uffd.watch(range, invalidator, &area) {
             Ok(caught) => Some(caught),
             Err(error) => {
                 self.uffd_refusals.fetch_add(1, Ordering::Relaxed);

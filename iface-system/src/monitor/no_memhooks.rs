@@ -55,6 +55,10 @@ impl MemHooks {
     pub(super) fn is_own_process(&self) -> bool {
         match *self {}
     }
+
+    pub(super) fn watch(&self, _: &Arc<dyn Invalidator>) -> Result<Subscription> {
+        match *self {}
+    }
 }
 
 impl Monitor for MemHooks {

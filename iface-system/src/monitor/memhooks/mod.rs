@@ -98,6 +98,13 @@ impl MemHooks {
         self.hooks.is_own_process()
     }
 
+    /// Subscribes an invalidator like [`Monitor::subscribe`], but does not check that its range is
+    /// anonymous memory or a System V segment. The caller must make this check itself
+    /// ([`Maps::check`](super::maps::Maps::check)), after this call.
+    pub(super) fn watch(&self, invalidator: &Arc<dyn Invalidator>) -> Result<Subscription> {
+        self.hooks.subscribe(invalidator)
+    }
+
     /// Returns the names of the patched functions.
     #[must_use]
     pub fn functions(&self) -> Vec<&'static str> {
@@ -141,7 +148,7 @@ impl Monitor for MemHooks {
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
     ) -> Result<Subscription> {
-        let subscription = self.hooks.subscribe(&invalidator)?;
+        let subscription = self.watch(&invalidator)?;
         // The check follows the subscription: the subscriber is notified of changes from here on,
         // and the check sees the result of earlier changes.
         let found = self.areas.check(self.hooks.subscribers().table(), range);

@@ -187,16 +187,13 @@ impl UserFaultFd {
     }
 
     /// Subscribes to changes of a range like [`Monitor::subscribe`], but does not check that the
-    /// range is anonymous memory or a System V segment. The caller must have made this check itself
-    /// ([`Maps::check`]), or have subscribed the range to another monitor that makes the check.
-    ///
-    /// `area` is the result of the caller's own check. It is `None` if another monitor made the
-    /// check, because that monitor does not return the result.
+    /// range is anonymous memory or a System V segment. `area` is the result of the caller's own
+    /// check ([`Maps::check`]).
     pub(super) fn watch(
         &self,
         range: AddressRange,
         invalidator: Arc<dyn Invalidator>,
-        area: Option<&Area>,
+        area: &Area,
     ) -> Result<Subscription> {
         if !self.is_own_process() {
             return Err(NAME.forked("subscribe"));
@@ -207,10 +204,10 @@ impl UserFaultFd {
                 .context("why", "the monitor's thread has ended")
                 .remedy("the program has closed the monitor's file: start a new monitor"));
         }
-        let page = area.map_or_else(page_size, |area| area.page_size);
-        // The pages of the range's mappings may be smaller than `page`, but end with the mappings.
-        let mapped = area.and_then(|area| area.addresses().intersection(range.page_aligned(page)));
-        let whole = mapped.unwrap_or_else(|| range.page_aligned(page));
+        // The kernel watches only whole huge pages. The pages of the range's mappings may be
+        // smaller than `page`, but end with the mappings.
+        let (page, pages) = (area.page_size, range.page_aligned(area.page_size));
+        let whole = area.addresses().intersection(pages).unwrap_or(pages);
         let pages = whole.start().0..whole.start().0.saturating_add(whole.len());
         // The invalidator is added before the range is registered, since an event may arrive at
         // once and must notify the invalidator.
@@ -227,15 +224,6 @@ impl UserFaultFd {
         if let Err(unwatched) = self.register(&mut subscriptions, &pages) {
             drop(subscriptions);
             self.watched.subscribers.remove(entry);
-            // The kernel watches only whole huge pages, and the caller may not know that the pages
-            // are huge.
-            if unwatched == Unwatched::Kernel(Errno::INVAL)
-                && area.is_none()
-                && let Ok(area) = self.maps.check(range, NAME.name)
-                && area.page_size > page_size()
-            {
-                return self.watch(range, invalidator, Some(&area));
-            }
             return Err(self.explained(range, unwatched));
         }
         let subscription = subscriptions.current.insert((pages, entry));
@@ -458,7 +446,7 @@ impl Monitor for UserFaultFd {
         }
         let area = self.maps.check(range, NAME.name)?;
         let before = self.beyond_budget();
-        let subscription = self.watch(range, invalidator, Some(&area)).inspect_err(|error| {
+        let subscription = self.watch(range, invalidator, &area).inspect_err(|error| {
             if before == 0 && self.beyond_budget() > 0 {
                 tracing::warn!(
                     error = %error.full(),
