@@ -203,8 +203,8 @@ impl Function {
     pub(super) const fn may_affect(self, args: &Args) -> bool {
         match self {
             Self::Munmap | Self::Shmdt | Self::RemapFilePages => true,
-            // With MAP_FIXED_NOREPLACE the call fails if memory is mapped at the address.
-            Self::Mmap => has(args[3], libc::MAP_FIXED) && !has(args[3], libc::MAP_FIXED_NOREPLACE),
+            // Linux before 4.17 ignores MAP_FIXED_NOREPLACE beside MAP_FIXED.
+            Self::Mmap => has(args[3], libc::MAP_FIXED),
             Self::Mremap => has(args[3], libc::MREMAP_MAYMOVE) || args[2] < args[1],
             Self::Madvise => discards(args[2]),
             Self::ProcessMadvise => discards(args[3]),
@@ -329,7 +329,13 @@ mod tests {
                 [(start as u64, len, InvalidationCause::Replace)]
             );
         }
-        assert_eq!(affected(Mmap, &[0x10000, 2 * page, 3, libc::MAP_FIXED_NOREPLACE as usize]), []);
+        // Linux before 4.17 ignores the flag MAP_FIXED_NOREPLACE.
+        let no_replace = libc::MAP_FIXED_NOREPLACE as usize;
+        assert_eq!(affected(Mmap, &[0x10000, 2 * page, 3, no_replace]), []);
+        assert_eq!(
+            affected(Mmap, &[0x10000, 2 * page, 3, fixed_map | no_replace]),
+            [(0x10000, 2 * bytes, InvalidationCause::Replace)]
+        );
         // Shrinking unmaps the tail, with or without MREMAP_MAYMOVE. Growing in place unmaps
         // nothing.
         assert_eq!(
