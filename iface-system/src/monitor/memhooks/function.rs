@@ -165,6 +165,17 @@ fn round_up(bytes: u64, size: u64) -> u64 {
     bytes.checked_add(size - 1).map_or(u64::MAX, |end| end & !(size - 1))
 }
 
+/// Returns `address` without its tag: the bits that the processor ignores. These are the top byte
+/// on aarch64, and a part of that byte on x86-64 with Linear Address Masking.
+///
+/// The kernel removes the tag of the first argument of `munmap`, `madvise` and `mremap`. A call
+/// with a tag fails if the kernel does not remove it. Addresses with bit 55 set are those of the
+/// kernel, and are returned unchanged.
+#[inline(always)]
+const fn untagged(address: usize) -> usize {
+    address & (((address << 8) as isize) >> 8) as usize
+}
+
 /// Returns the memory that a call of `mremap` with these arguments affects. The mapping has pages
 /// of `size` bytes if `is_known` is true, and otherwise of `size` bytes or fewer.
 #[inline(always)]
@@ -234,6 +245,8 @@ impl Function {
     /// Allocates nothing and takes no lock.
     #[inline(always)]
     pub(super) fn affected(self, args: &Args) -> AffectedRanges {
+        // In functions whose first argument is no address, it is an `int` and stays the same.
+        let args = &[untagged(args[0]), args[1], args[2], args[3], args[4], args[5]];
         let page = sys::page_size();
         let pages = |bytes: u64| round_up(bytes, page);
         let [start, len, ..] = args.map(|arg| arg as u64);
@@ -394,6 +407,24 @@ mod tests {
             affected(Munmap, &[0x10000, usize::MAX]),
             [(0x10000, u64::MAX - 0xffff, InvalidationCause::Unmap)]
         );
+    }
+
+    #[test]
+    fn tag_of_the_first_address_is_ignored() {
+        use Function::*;
+        let page = sys::page_size() as usize;
+        let (tag, fixed) = (0xb4 << 56, 3_usize);
+        for (function, args) in [
+            (Munmap, [0x10000, page, 0, 0, 0]),
+            (Madvise, [0x10000, page, libc::MADV_DONTNEED as usize, 0, 0]),
+            (Mremap, [0x10000, page, page, fixed, 0x90000]),
+        ] {
+            let mut tagged = args;
+            tagged[0] |= tag;
+            assert_eq!(affected(function, &tagged), affected(function, &args), "{function:?}");
+        }
+        assert_eq!(untagged(usize::MAX - 0xfff), usize::MAX - 0xfff);
+        assert_eq!(untagged(1 << 55), 1 << 55);
     }
 
     /// MON-02: a hooked call is announced only if it is a call of `madvise` whose advice raises a
