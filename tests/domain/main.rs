@@ -1,5 +1,6 @@
 //! Tests of domains over the software NIC and fake drivers.
 
+mod asynchronous;
 mod bare_provider;
 mod bounds;
 mod claims;

@@ -459,6 +459,7 @@ behaviours! {
     /// cancels one that has not begun. Each registration has its one event, and nothing stays
     /// registered.
     close_during_registration_loses_no_event, CONTROL;
+    drop_during_registration_loses_no_event, CONTROL;
     /// Requirement EVT-03: each registration has its one event if the region is closed or dropped
     /// at any moment, and nothing stays registered.
     close_at_any_moment_loses_no_event;

@@ -1,9 +1,9 @@
 //! Asynchronous registration, by one worker thread for each domain with a bound event queue.
 //!
 //! A job keeps its region alive, so that the state and the memory of the region are not freed while
-//! a driver uses them (EVT-03). If the application closes the region before the job starts, the job
-//! is cancelled, and the event has the error `Canceled`. If the application only drops the region,
-//! the worker registers and then deregisters it.
+//! a driver uses them (EVT-03). If the application closes or drops the region before the job starts,
+//! the job is cancelled, and the event has the error `Canceled`. Later, the close or the drop waits
+//! for the end of the job.
 
 use std::{
     collections::VecDeque,
@@ -113,19 +113,23 @@ impl Worker {
         self.queue.arrived.notify_one();
     }
 
-    /// Cancels the pending job of a closed region. Returns false if the worker thread has taken the
-    /// job from the queue already.
+    /// Returns true if this thread is the worker thread.
+    pub(super) fn is_current(&self) -> bool {
+        let current = std::thread::current().id();
+        self.thread.as_ref().is_some_and(|thread| thread.thread().id() == current)
+    }
+
+    /// Cancels the pending job of a closed or dropped region. Returns false if the worker thread has
+    /// taken the job from the queue already.
     pub(super) fn withdraw(&self, id: RegionId) -> bool {
         let withdrawn = {
             let jobs = &mut self.queue.jobs.lock().0;
             let at = jobs.iter().position(|job| job.region.id() == Some(id));
             at.and_then(|at| jobs.remove(at))
         };
-        // Dropped outside the lock, because the job may have the last reference to the memory.
+        // Ended outside the lock, because the job may have the last reference to the memory.
         let Some(job) = withdrawn else { return false };
-        let context = job.region.context;
-        drop(job);
-        self.events.push(Event { region: id, context, result: Err(canceled()) });
+        job.end(&self.events, Err(canceled()));
         true
     }
 }
@@ -145,8 +149,9 @@ impl Drop for Worker {
         self.queue.jobs.lock().1 = true;
         self.queue.arrived.notify_one();
         // The worker thread itself may drop the last region of a domain. It cannot join itself.
+        let is_worker = self.is_current();
         if let Some(thread) = self.thread.take()
-            && thread.thread().id() != std::thread::current().id()
+            && !is_worker
             && thread.join().is_err()
         {
             tracing::error!("the registration thread panicked");
@@ -176,8 +181,6 @@ impl Queue {
 
 impl Job {
     fn run(self, events: &EventQueue) {
-        let id = self.region.id().unwrap_or(RegionId(0));
-        let context = self.region.context;
         let result = if self.region.start_registering() {
             // A panic of an iface or provider must not block a waiting close or later jobs.
             catch_unwind(AssertUnwindSafe(|| self.register())).unwrap_or_else(|_| {
@@ -192,6 +195,13 @@ impl Job {
         if result.is_err() {
             self.region.fail();
         }
+        self.end(events, result);
+    }
+
+    /// Ends the job, and reports `result` as its event.
+    fn end(self, events: &EventQueue, result: Result<()>) {
+        let region = self.region.id().unwrap_or(RegionId(0));
+        let context = self.region.context;
         // The order matters. The job is dropped first, so that it does not keep the region or the
         // domain busy. Then a waiting close continues. Last, the event becomes readable.
         let ended = self.region.ended();
@@ -199,7 +209,14 @@ impl Job {
         if let Some(ended) = ended {
             ended.signal();
         }
-        events.push(Event { region: id, context, result });
+        events.push(Event { region, context, result });
+    }
+
+    /// Discards a job that was not submitted. It has no event.
+    pub(super) fn discard(self) {
+        if let Some(ended) = self.region.ended() {
+            ended.signal();
+        }
     }
 
     fn register(&self) -> Result<()> {

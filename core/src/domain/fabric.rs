@@ -266,7 +266,11 @@ pub fn regattr_into(
         None => out.set(on.inner.register_now(&request, None)?).map_err(|_| taken()),
         Some(worker) => {
             let (region, job) = worker.job(&on.inner, &request)?;
-            out.set(region).map_err(|_| taken())?;
+            // The region is dropped last, because its drop waits for the end of the job.
+            if let Err(_region) = out.set(region) {
+                job.discard();
+                return Err(taken());
+            }
             worker.submit(job);
             Ok(())
         }

@@ -18,6 +18,10 @@ use crate::{
 ///
 /// Dropping the value deregisters the region. If the region has sub-regions, windows or grants, it
 /// is deregistered when the last of them is dropped. [`MemoryRegion::close`] also reports errors.
+///
+/// Dropping a pending region cancels its asynchronous registration. If the registration is in
+/// progress, the drop waits for its end. Only a drop inside that registration, on the domain's own
+/// thread, does not wait: then the region is deregistered when its registration has ended.
 pub struct MemoryRegion {
     pub(super) inner: Arc<RegionInner>,
 }
@@ -412,6 +416,13 @@ pub(super) fn close_each(regions: &mut Vec<MemoryRegion>) -> Result<()> {
         }
     });
     first.map_err(|error: Error| error.context("left registered", regions.len()))
+}
+
+impl Drop for MemoryRegion {
+    #[inline]
+    fn drop(&mut self) {
+        self.inner.abandon();
+    }
 }
 
 impl fmt::Debug for MemoryRegion {

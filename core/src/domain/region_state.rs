@@ -145,7 +145,8 @@ impl Asynchronous {
     }
 }
 
-/// The signal that the domain's worker no longer uses a region. The worker raises it once.
+/// The signal that the job of a region has ended or was withdrawn. Afterwards the domain's worker no
+/// longer uses the region.
 #[derive(Default)]
 pub(super) struct Ended {
     done: Mutex<bool>,
@@ -400,7 +401,7 @@ impl RegionInner {
         self.change_state(RegionState::Registering, RegionState::Failed);
     }
 
-    /// Returns the signal for which a close waits, or `None` for a synchronous registration.
+    /// Returns the signal for which a close or a drop waits, or `None` for a synchronous registration.
     pub(super) fn ended(&self) -> Option<Arc<Ended>> {
         self.asynchronous().map(|asynchronous| Arc::clone(&asynchronous.ended))
     }
@@ -425,6 +426,24 @@ impl RegionInner {
             ended.wait();
         }
         cancelled
+    }
+
+    /// Cancels the asynchronous registration of a dropped region, or waits until it has ended.
+    ///
+    /// On the worker thread, the drop is part of a job, for example inside a call of the provider,
+    /// and cannot wait for a job that has begun. If that is the region's own job, the region is
+    /// deregistered at the end of the job.
+    pub(super) fn abandon(&self) {
+        if self.asynchronous().is_none() || !self.domain.process.is_current() {
+            return;
+        }
+        if let Some(worker) = self.domain.worker.get()
+            && worker.is_current()
+            && self.state() != RegionState::Pending
+        {
+            return;
+        }
+        self.cancel_or_wait();
     }
 
     #[inline]
