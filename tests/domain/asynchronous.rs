@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::{
+    any::Any,
     sync::{Arc, Barrier, Mutex, OnceLock},
     thread,
     time::Duration,
@@ -58,7 +59,7 @@ unsafe impl ProviderDomain for DroppingDomain {
         drop(std::mem::take(&mut *self.1.lock().expect("not poisoned")));
         // SAFETY: the caller upholds the contract of this method, which is that of the forwarded
         // call.
-        unsafe { self.0.register(request, pieces) }
+        unsafe { self.0.register(&Registration { extension: None, ..*request }, pieces) }
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
@@ -67,6 +68,10 @@ unsafe impl ProviderDomain for DroppingDomain {
 
     fn live(&self) -> LiveObjects {
         self.0.live()
+    }
+
+    fn accepts(&self, _extension: &(dyn Any + Send + Sync)) -> bool {
+        true
     }
 }
 
@@ -104,6 +109,35 @@ fn regions_may_be_dropped_inside_a_registration() {
     assert_eq!(next(&events), (1, Ok(())));
     assert_eq!(domain.live().regions, 0, "the region ends with its registration");
     domain.close().expect("no region is left");
+}
+
+/// Settings whose drop panics.
+struct PanicsInDrop;
+
+impl Drop for PanicsInDrop {
+    fn drop(&mut self) {
+        panic!("by the test");
+    }
+}
+
+/// EVT-03
+#[test]
+fn panic_at_the_end_of_a_registration_loses_no_event() {
+    let (domain, events, dropped) = open();
+    let submit = |request| domain.submit(request).expect("submit");
+    // While the test holds the list, the worker waits in the registration.
+    let list = dropped.lock().expect("not poisoned");
+    let registered = submit(request(1).extension(PanicsInDrop));
+    drop(list);
+    assert_eq!(next(&events), (1, Ok(())));
+    registered.close().expect("close");
+    let list = dropped.lock().expect("not poisoned");
+    let (first, second) = (submit(request(2)), submit(request(3).extension(PanicsInDrop)));
+    second.close().expect("the registration has not begun");
+    drop(list);
+    assert_eq!(next(&events), (3, Err(ErrorKind::Canceled)));
+    assert_eq!(next(&events), (2, Ok(())));
+    first.close().expect("close");
 }
 
 #[test]

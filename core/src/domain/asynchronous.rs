@@ -205,7 +205,10 @@ impl Job {
         // The order matters. The job is dropped first, so that it does not keep the region or the
         // domain busy. Then a waiting close continues. Last, the event becomes readable.
         let ended = self.region.ended();
-        drop(self);
+        // The job may have the last reference to the region, the memory or an extension.
+        if catch_unwind(AssertUnwindSafe(|| drop(self))).is_err() {
+            tracing::error!("a provider or an owner of memory panicked at the end of a job");
+        }
         if let Some(ended) = ended {
             ended.signal();
         }
