@@ -126,7 +126,19 @@ fn empty_foreign_and_oversized_requests_are_refused() {
     let all = device(&simulated, 1 << 20);
     assert_eq!(refused(1, AllocationKind::Device), ErrorKind::OutOfResources);
     free(&simulated, &all).unwrap();
+    // The search for free addresses now begins after the freed ones.
+    assert_eq!(refused(u64::MAX, AllocationKind::Host), ErrorKind::OutOfResources);
+    assert_eq!(simulated.reserve(u64::MAX).unwrap_err().kind(), ErrorKind::OutOfResources);
     device(&simulated, 1 << 20);
+}
+
+#[test]
+fn longest_window_shrinks_and_longest_arena_is_refused() {
+    let _turn = turn();
+    let simulated = Simulated::builder().window(u64::MAX).build().unwrap();
+    device(&simulated, 1 << 20);
+    let error = Simulated::builder().arena(u64::MAX).build().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 }
 
 #[test]

@@ -244,20 +244,21 @@ impl SimulatedBuilder {
     /// Creates the simulated iface with its devices.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`]: the kind is below 0x100, or the arena or segment length is
-    ///   0.
+    /// - [`ErrorKind::InvalidArgument`]: the kind is below 0x100, the arena or segment length is 0,
+    ///   or the arena is longer than a file can be.
     /// - [`ErrorKind::OutOfResources`]: no range of addresses can be reserved.
     /// - [`ErrorKind::Unavailable`]: [`DmaBufKind::Udmabuf`] is set and `/dev/udmabuf` cannot be
     ///   opened.
     /// - [`ErrorKind::Unsupported`]: the kernel has pages of a size that the device cannot have.
     pub fn build(self) -> Result<Simulated> {
         let config = self.config;
-        if !config.kind.is_plug_in() || self.arena == 0 || config.segment_len == 0 {
+        let lengths = [self.arena, config.segment_len];
+        if !config.kind.is_plug_in() || lengths.contains(&0) || self.arena > i64::MAX as u64 {
             return Err(Error::new(ErrorKind::InvalidArgument, "build simulated device")
                 .iface(&config)
                 .context("arena", self.arena)
                 .context("segment length", config.segment_len)
-                .remedy("set a kind of 0x100 or higher, and lengths above 0"));
+                .remedy("set a kind of 0x100 or higher, and lengths of 1 to 2^63 - 1 bytes"));
         }
         let page = sys::page_size();
         let window = reserve_window(self.window, page)?;
@@ -288,7 +289,7 @@ impl SimulatedBuilder {
 /// Reserves `wanted` bytes of address space, or [`SMALLEST_WINDOW`] if that is more. If the kernel
 /// refuses, tries half the size, and so on down to [`SMALLEST_WINDOW`].
 fn reserve_window(wanted: u64, page: u64) -> Result<Mapping> {
-    let mut len = wanted.max(SMALLEST_WINDOW).next_multiple_of(page);
+    let mut len = wanted.clamp(SMALLEST_WINDOW, 1 << 63).next_multiple_of(page);
     loop {
         match reserve(usize::try_from(len).unwrap_or(usize::MAX)) {
             Ok(window) => return Ok(window),

@@ -74,6 +74,10 @@ impl Ipc for SimulatedInner {
         if !is_shareable(kind) || body.offset % self.page != 0 {
             return Err(handle.malformed(&self.config, "kind or offset"));
         }
+        // An unused word of a file's header is 0, which is no allocation's identity.
+        if body.id == 0 {
+            return Err(handle.malformed(&self.config, "identity"));
+        }
         let device = body.device.map(|device| self.device(DeviceId(device))).transpose()?;
         let (fd, file_len) = body.open_file()?;
         let len = body.len.next_multiple_of(self.page);
@@ -127,7 +131,8 @@ mod tests {
             .unwrap();
         rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
         let file = sys::file_identity(fd.as_fd()).unwrap();
-        // The words in the file's header are 0, which is no allocation's identity.
+        // The first word of the file's header is the allocation's identity. The others are 0.
+        rustix::io::pwrite(&fd, &7_u64.to_ne_bytes(), 0).unwrap();
         let body = |kind, stamp, offset| HandleBody {
             pid: std::process::id(),
             fd: fd.as_raw_fd() as u32,
@@ -136,7 +141,7 @@ mod tests {
             file,
             offset,
             len: 4096,
-            id: 0,
+            id: 7,
             stamp,
         };
         let cases: [(&dyn Iface, HandleBody); 2] = [
@@ -154,6 +159,9 @@ mod tests {
             let handle = IpcHandle::encode(iface.kind(), &body);
             iface.ipc_open(&handle).unwrap();
         }
+        let unused = HandleBody { id: 0, ..body(AllocationKind::Device as u8, 1, 1 << 19) };
+        let error = simulated.ipc_open(&IpcHandle::encode(simulated.kind(), &unused)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
         let beyond = body(AllocationKind::Device as u8, 0, 1 << 20);
         let handle = IpcHandle::encode(simulated.kind(), &beyond);
         let error = simulated.ipc_open(&handle).unwrap_err();

@@ -160,13 +160,18 @@ impl SimulatedInner {
                 );
             }
         };
-        let len = request.len.checked_next_multiple_of(self.page).unwrap_or(u64::MAX);
+        let len = self.whole_pages(request.len);
         let out_of_memory = || refused(ErrorKind::OutOfResources).errno(hmem_core::Errno(12));
+        let used_up = || {
+            out_of_memory()
+                .remedy("the window of addresses is used up: build the device with a larger one")
+        };
 
         let mut state = self.state.lock();
         if let Some(DeviceId(device)) = device {
             let used = state.used[device as usize];
-            if used.checked_add(len).is_none_or(|total| total > self.config.memory_per_device) {
+            let total = len.and_then(|len| used.checked_add(len));
+            if total.is_none_or(|total| total > self.config.memory_per_device) {
                 return Err(out_of_memory()
                     .device(DeviceId(device))
                     .context("used", used)
@@ -174,13 +179,10 @@ impl SimulatedInner {
                     .remedy("free memory, or build the devices with more memory"));
             }
         }
+        let len = len.ok_or_else(used_up)?;
         self.call(DeviceCall::ReserveAddress)?;
         let at = match place {
-            None => state.addresses.take(len).ok_or_else(|| {
-                out_of_memory().remedy(
-                    "the window of addresses is used up: build the device with a larger one",
-                )
-            })?,
+            None => state.addresses.take(len).ok_or_else(used_up)?,
             Some(place) => {
                 let at = place.0.wrapping_sub(self.window_start());
                 let free = state.reservations.take(at, len);
@@ -213,6 +215,13 @@ impl SimulatedInner {
             state.used[device as usize] += len;
         }
         Ok(allocation)
+    }
+
+    /// Rounds a length up to whole pages. Returns `None` if the result is longer than the window of
+    /// addresses.
+    pub(crate) fn whole_pages(&self, len: u64) -> Option<u64> {
+        let window = self.table.window().len();
+        len.checked_next_multiple_of(self.page).filter(|len| *len <= window)
     }
 
     /// Creates the segments of an allocation at offset `at` of the iface's address range. Maps them

@@ -19,7 +19,8 @@ impl FreeRanges {
     /// Returns `None` if no free range is long enough.
     pub(crate) fn take_from(&mut self, from: u64, len: u64) -> Option<u64> {
         let around = self.ranges.range(..from).next_back().map(|(start, free)| (*start, *free));
-        let split = around.filter(|(start, free)| start + free >= from + len).map(|_| from);
+        let end = from.checked_add(len)?;
+        let split = around.filter(|(start, free)| start + free >= end).map(|_| from);
         let start = split.or_else(|| {
             self.ranges.range(from..).find(|(_, free)| **free >= len).map(|(start, _)| *start)
         })?;
@@ -32,10 +33,10 @@ impl FreeRanges {
         let Some((&free_start, &free_len)) = self.ranges.range(..=start).next_back() else {
             return false;
         };
-        let (end, free_end) = (start + len, free_start + free_len);
-        if free_end < end {
+        let free_end = free_start + free_len;
+        let Some(end) = start.checked_add(len).filter(|end| *end <= free_end) else {
             return false;
-        }
+        };
         if free_start < start {
             self.ranges.insert(free_start, start - free_start);
         } else {

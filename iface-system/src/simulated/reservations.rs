@@ -51,13 +51,14 @@ impl Simulated {
         if len == 0 {
             return Err(refused(ErrorKind::ZeroLength).remedy("reserve at least one byte"));
         }
-        let len = len.checked_next_multiple_of(self.inner.page).unwrap_or(u64::MAX);
-        self.inner.call(DeviceCall::ReserveAddress)?;
-        let mut state = self.inner.state.lock();
-        let at = state.addresses.take(len).ok_or_else(|| {
+        let used_up = || {
             refused(ErrorKind::OutOfResources)
                 .remedy("the window of addresses is used up: build the device with a larger one")
-        })?;
+        };
+        let len = self.inner.whole_pages(len).ok_or_else(used_up)?;
+        self.inner.call(DeviceCall::ReserveAddress)?;
+        let mut state = self.inner.state.lock();
+        let at = state.addresses.take(len).ok_or_else(used_up)?;
         state.reservations.by_start.insert(at, (len, FreeRanges::new(at, len)));
         AddressRange::new(Address(self.inner.window_start() + at), len)
     }
