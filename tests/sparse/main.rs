@@ -246,6 +246,29 @@ fn refused_registration_leaves_the_parts_before_it() {
     world.unmap_all();
 }
 
+/// LIFE-02
+#[test]
+fn refused_registration_whose_rest_stays_open_is_the_error_of_the_call() {
+    let world = World::new(FreeDetection::Identity, 3);
+    let region = world.region(&NICS);
+    world.map(0, 0);
+    region.refresh().expect("refresh");
+    (1..3).for_each(|step| world.map(step, step));
+    world.faults.fail_nth(NicCall::Register, 4, Errno(12));
+    world.faults.fail_always(NicCall::Deregister, Errno(16));
+    let error = region.refresh().expect_err("refused");
+    assert_eq!(error.kind(), ErrorKind::OutOfResources, "{error}");
+    world.faults.clear();
+    let mut peer = Peer::of(&world, &region, NICS[0]);
+    peer.update();
+    let read = peer.read(1, region.generation()).expect("the part before it is published");
+    assert_eq!(read, pattern(1, STEP));
+    region.refresh().expect("the next call");
+    assert_eq!(world.live_regions(), 3 * NICS.len() as u64);
+    drop(region);
+    world.unmap_all();
+}
+
 /// LIFE-03
 #[test]
 fn registration_that_a_driver_does_not_close_is_retried_and_never_published() {

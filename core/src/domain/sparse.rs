@@ -495,9 +495,10 @@ impl Shared {
             let is_new = kept.binary_search(&part.range).is_err();
             is_new && changed.touches(part.range) && part.has_path(Path::PeerMemory)
         });
-        self.remove(&mut parts, |part| changed.touches(part.range))?;
+        let closed = self.remove(&mut parts, |part| changed.touches(part.range));
         let generation = self.publish(&parts.live)?;
         registered?;
+        closed?;
         if parts.live.len() < wanted.len() {
             return Err(if unwatchable { unwatched_peer_memory() } else { changed_meanwhile() });
         }
