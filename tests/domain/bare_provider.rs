@@ -3,17 +3,18 @@
 
 use std::{
     collections::HashMap,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
 
 use hmem::{
-    Access, AddressRange, AllocationKind, BindFlags, DeviceBuffer, DeviceId, Domain, DomainAttr,
-    Error, ErrorKind, Hmem, IfaceExt, Iova, LocalKey, MrFlags, MrMode, Promise, Raw, RawKey,
-    RegionState, Request, Result, SparseRegion,
+    Access, AddressRange, Allocation, AllocationKind, BindFlags, DeviceBuffer, DeviceId, Domain,
+    DomainAttr, Error, ErrorKind, Hmem, IfaceExt, Iova, LocalKey, MrFlags, MrMode, Promise, Raw,
+    RawKey, RegionState, Request, Result, SparseRegion,
     iface::AllocRequest,
     loopback::Loopback,
     provider::{
@@ -28,8 +29,16 @@ use hmem::{
 #[derive(Debug)]
 struct Bare {
     nic: Loopback,
+    panics: Arc<Panics>,
+}
+
+/// The panics of a provider.
+#[derive(Debug, Default)]
+struct Panics {
     /// True to panic in the next deregistration.
-    panics: Arc<AtomicBool>,
+    deregister: AtomicBool,
+    /// The number of the registration that panics, counted from 1. 0 for none.
+    register: AtomicU64,
 }
 
 impl Provider for Bare {
@@ -48,7 +57,7 @@ impl Provider for Bare {
 }
 
 #[derive(Debug)]
-struct BareDomain(Arc<dyn ProviderDomain>, Arc<AtomicBool>);
+struct BareDomain(Arc<dyn ProviderDomain>, Arc<Panics>);
 
 // SAFETY: each call is forwarded to the software NIC's domain, which upholds the trait's contract.
 unsafe impl ProviderDomain for BareDomain {
@@ -61,13 +70,16 @@ unsafe impl ProviderDomain for BareDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
+        let left = self.1.register.load(Ordering::SeqCst);
+        self.1.register.store(left.saturating_sub(1), Ordering::SeqCst);
+        assert!(left != 1, "by the test");
         // SAFETY: the caller upholds the contract of this method, which is that of the forwarded
         // call.
         unsafe { self.0.register(&Registration { enabled: true, ..*request }, pieces) }
     }
 
     fn deregister(&self, region: ProviderRegion) -> Result<()> {
-        assert!(!self.1.swap(false, Ordering::SeqCst), "by the test");
+        assert!(!self.1.deregister.swap(false, Ordering::SeqCst), "by the test");
         self.0.deregister(region)
     }
 
@@ -148,43 +160,85 @@ fn disabled_region_is_enabled_without_the_facet() {
     assert_eq!(region.state(), RegionState::Enabled);
 }
 
+/// The length of one part of a [`Sparse`] world.
+const STEP: u64 = 64 << 10;
+
+/// A sparse region over reserved addresses of a simulated device, on a bare provider.
+struct Sparse {
+    device: Arc<Simulated>,
+    addresses: AddressRange,
+    domain: Domain,
+    region: SparseRegion,
+    panics: Arc<Panics>,
+}
+
+impl Sparse {
+    fn new(steps: u64) -> Self {
+        let device = Simulated::builder().free_detection(FreeDetection::Callback);
+        let device = Arc::new(device.build().expect("a simulated device"));
+        let panics = Arc::<Panics>::default();
+        let nic = Loopback::builder().build().expect("a software NIC");
+        let hmem = Hmem::builder()
+            .without_vendor_ifaces()
+            .shared_iface(Arc::clone(&device) as _)
+            .provider(Bare { nic, panics: Arc::clone(&panics) })
+            .build()
+            .expect("start");
+        let domain = hmem.domain("bare", DomainAttr::default()).expect("open a domain");
+        let addresses = device.reserve(steps * STEP).expect("reserve");
+        // SAFETY: no reference to the memory exists, and registrations keep it allocated.
+        let memory = unsafe { Raw::new(addresses, Promise::ReadWrite) };
+        let region = SparseRegion::new(&[&domain], memory, Access::REMOTE_READ).expect("a region");
+        Self { device, addresses, domain, region, panics }
+    }
+
+    fn map(&self, step: u64) -> Allocation {
+        let range = self.addresses.slice(step * STEP, STEP).expect("inside");
+        self.device.map(range, DeviceId(0)).expect("map")
+    }
+}
+
 /// LIFE-03
 #[test]
 fn sparse_region_keeps_withdrawing_after_its_provider_panicked() {
-    const STEP: u64 = 64 << 10;
-    let device = Simulated::builder().free_detection(FreeDetection::Callback);
-    let device = Arc::new(device.build().expect("a simulated device"));
-    let panics = Arc::<AtomicBool>::default();
-    let nic = Loopback::builder().build().expect("a software NIC");
-    let hmem = Hmem::builder()
-        .without_vendor_ifaces()
-        .shared_iface(Arc::clone(&device) as _)
-        .provider(Bare { nic, panics: Arc::clone(&panics) })
-        .build()
-        .expect("start");
-    let domain = hmem.domain("bare", DomainAttr::default()).expect("open a domain");
-    let addresses = device.reserve(2 * STEP).expect("reserve");
-    let mapped = [0, 1].map(|step| {
-        let range = addresses.slice(step * STEP, STEP).expect("inside");
-        device.map(range, DeviceId(0)).expect("map")
-    });
-    // SAFETY: no reference to the memory exists, and registrations keep it allocated.
-    let memory = unsafe { Raw::new(addresses, Promise::ReadWrite) };
-    let region = SparseRegion::new(&[&domain], memory, Access::REMOTE_READ).expect("a region");
+    let world = Sparse::new(2);
+    let Sparse { device, domain, region, panics, .. } = &world;
+    let mapped = [0, 1].map(|step| world.map(step));
     region.refresh().expect("refresh");
     let mut updates = region.subscribe();
     assert!(updates.next().is_some() && domain.live().regions == 2);
-    panics.store(true, Ordering::SeqCst);
+    panics.deregister.store(true, Ordering::SeqCst);
     for allocation in &mapped {
         // SAFETY: only registrations use the memory, and they keep it.
         unsafe { device.free(allocation) }.expect("unmap");
         // The region's thread publishes a generation without the part.
         updates.wait(Duration::from_secs(60)).expect("a new generation");
         let left = region.parts().len();
-        assert!(!panics.load(Ordering::SeqCst), "the first deregistration panicked; left: {left}");
+        let panics = panics.deregister.load(Ordering::SeqCst);
+        assert!(!panics, "the first deregistration panicked; left: {left}");
     }
     assert_eq!((region.parts().len(), domain.live().regions), (0, 0), "the first was retried");
     assert_eq!(device.stats().subscriptions, 0);
+}
+
+/// LIFE-02
+#[test]
+fn sparse_region_knows_its_parts_after_its_provider_panicked() {
+    let world = Sparse::new(3);
+    let Sparse { domain, region, panics, .. } = &world;
+    world.map(2);
+    region.refresh().expect("refresh");
+    // The first new part lies before the old one. The second makes the provider panic.
+    for step in [0, 1] {
+        world.map(step);
+    }
+    panics.register.store(2, Ordering::SeqCst);
+    let panicked = catch_unwind(AssertUnwindSafe(|| region.refresh().map(drop)));
+    assert!(panicked.is_err() && domain.live().regions == 2);
+    region.refresh().expect("the next call");
+    let parts: Vec<_> = region.parts().iter().map(|part| part.range).collect();
+    assert!(parts.is_sorted());
+    assert_eq!((parts.len(), domain.live().regions), (3, 3), "each part is registered once");
 }
 
 /// A provider that only registers, for requests that other code posts. It records the ranges that a

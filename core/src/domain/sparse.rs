@@ -488,7 +488,6 @@ impl Shared {
                 break;
             }
         }
-        parts.live.sort_unstable_by_key(|part| part.range);
         // Monitors have reported every change since the subscription of each part.
         let changed = self.changed.take();
         let unwatchable = parts.live.iter().any(|part| {
@@ -540,7 +539,9 @@ impl Shared {
         let registered = self.register_part(&mut part, &owner);
         match registered {
             Ok(()) => {
-                parts.live.push(part);
+                // The list stays sorted, also if a later part makes the provider panic.
+                let at = parts.live.partition_point(|live| live.range < part.range);
+                parts.live.insert(at, part);
                 Ok(())
             }
             Err(error) => {
