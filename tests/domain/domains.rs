@@ -13,7 +13,7 @@ use crate::counted::Counted;
 use hmem::{
     Access, Address, AddressRange, Addressing, AllocationKind, DeviceBuffer, DeviceId, Domain,
     DomainAttr, DomainBindFlags, Endpoint, Errno, ErrorKind, Hmem, MrMode, Path, Promise, Raw,
-    Region, Rejected, RemoteKey, Type2Bind, Type2Kind, Type2Window,
+    Region, Rejected, RemoteKey, RoamingRegion, Type2Bind, Type2Kind, Type2Window,
     event_queue::EventQueue,
     iface::AllocRequest,
     loopback::{Faults, Loopback, NicCall},
@@ -300,4 +300,38 @@ fn owned_lease_of_the_cache_keeps_the_domain_open() {
     assert_eq!(refused.error.kind(), ErrorKind::Busy);
     drop(hit);
     refused.value.close().expect("no lease is left");
+}
+
+/// LIFE-09
+#[test]
+fn old_region_that_a_driver_does_not_close_is_reported_and_closed_later() {
+    let faults = Faults::new();
+    let hmem = hmem(&faults);
+    let domains = [domain(&hmem), domain(&hmem)];
+    let live = || domains.each_ref().map(|domain| domain.live().regions);
+    let region = domains[0].register(vec![7u8; 64], Access::REMOTE_READ).expect("registers");
+    let mut region = RoamingRegion::new(region).map_err(|it| it.error).expect("publish");
+    let sub_of = |region: &RoamingRegion<_>| {
+        let region: &Region<Vec<u8>> = region.region().expect("registered");
+        region.sub(region.range(), Access::REMOTE_READ, None).expect("a sub-region")
+    };
+    let sub = sub_of(&region);
+    region.reopen(&domains[1]).expect("a region in use stays until its last sub-region ends");
+    assert_eq!(live(), [2, 1]);
+    drop(sub);
+    assert_eq!(live(), [0, 1]);
+
+    for change in [RoamingRegion::reopen, RoamingRegion::add] {
+        faults.fail_next(NicCall::Deregister, Errno(5));
+        let error = change(&mut region, &domains[0]).expect_err("the driver refuses");
+        assert_eq!(error.kind(), ErrorKind::Driver, "{error}");
+        assert_eq!(live().iter().sum::<u64>(), 2, "both regions are registered");
+        assert_eq!(region.regions().len(), 1, "only the new key is published");
+    }
+    faults.fail_always(NicCall::Deregister, Errno(5));
+    let rejected = region.close().expect_err("the driver refuses");
+    assert_eq!(rejected.error.kind(), ErrorKind::Driver, "{}", rejected.error);
+    faults.clear();
+    let memory = rejected.value.close().map_err(|it| it.error).expect("the next attempt");
+    assert_eq!((memory, live()), (vec![7; 64], [0, 0]));
 }

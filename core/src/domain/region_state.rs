@@ -454,6 +454,12 @@ impl RegionInner {
         if self.rare.is_some() && self.cancel_or_wait() {
             return Ok(());
         }
+        self.check_unused()?;
+        self.deregister()
+    }
+
+    /// Fails if the region has a sub-region, a bound window or an open counter.
+    pub(super) fn check_unused(&self) -> Result<()> {
         let dependents = self.settled_dependents();
         if dependents > 0 {
             return Err(Error::new(ErrorKind::Busy, "close region")
@@ -473,7 +479,7 @@ impl RegionInner {
                 .context("open_counters", open_counters)
                 .remedy("close every counter that is bound to it first"));
         }
-        self.deregister()
+        Ok(())
     }
 
     /// Deregisters the region if it is registered. Must not be called in a forked child.

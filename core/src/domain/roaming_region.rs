@@ -51,6 +51,9 @@ use crate::{
 pub struct RoamingRegion<M: Memory> {
     /// The regions, one for each NIC; none after [`RoamingRegion::withdraw`].
     regions: Vec<Region<M>>,
+    /// Earlier regions that a driver did not close. Their keys are not published. Each change of
+    /// the regions tries again to close them.
+    closing: Vec<Region<M>>,
     parts: Arc<M::Parts>,
     /// The rights, flags and page size for the next registration of the memory.
     settings: Settings,
@@ -84,7 +87,7 @@ impl<M: Memory> RoamingRegion<M> {
         let (access, page_size) = (region.access(), region.page_size());
         let settings = Settings { access, flags: region.region.inner.flags, page_size };
         let parts = Arc::clone(&region.parts);
-        Ok(Self { regions: vec![region], parts, settings, feed })
+        Ok(Self { regions: vec![region], closing: Vec::new(), parts, settings, feed })
     }
 
     /// Returns the region on the NIC that was added first. `None` if the memory is on no NIC.
@@ -115,13 +118,17 @@ impl<M: Memory> RoamingRegion<M> {
     /// windows or grants, it is deregistered when the last of them is dropped.
     ///
     /// # Errors
-    /// The old regions and their generation stay after an error.
-    ///
-    /// - The errors of [`Domain::register`] and of [`MemoryRegion::key`].
+    /// - The errors of [`Domain::register`] and of [`MemoryRegion::key`]. The old regions and their
+    ///   generation stay.
+    /// - The driver's own error if it does not deregister an old region. The new key is published
+    ///   alone, and each later change of the regions tries again to close the old region. Until
+    ///   then its NIC accepts the old key.
     pub fn reopen(&mut self, domain: &Domain) -> Result<u64> {
         let region = self.register(domain, "reopen")?;
         let generation = publish(&self.feed, &[&region])?;
-        self.regions = vec![region];
+        self.closing.append(&mut self.regions);
+        self.regions.push(region);
+        self.close_replaced()?;
         Ok(generation)
     }
 
@@ -132,9 +139,7 @@ impl<M: Memory> RoamingRegion<M> {
     /// the loss and the return of the NIC. The new region is made as by [`RoamingRegion::reopen`].
     ///
     /// # Errors
-    /// The regions and their generation stay after an error.
-    ///
-    /// - The errors of [`Domain::register`] and of [`MemoryRegion::key`].
+    /// The errors of [`RoamingRegion::reopen`].
     pub fn add(&mut self, domain: &Domain) -> Result<u64> {
         let new = self.register(domain, "add rail")?;
         let nic = nic_of(&new);
@@ -143,7 +148,8 @@ impl<M: Memory> RoamingRegion<M> {
         let mut all: Vec<_> = self.regions.iter().map(|region| &region.region).collect();
         all.splice(at..(at + 1).min(all.len()), [&new.region]);
         let generation = publish(&self.feed, &all)?;
-        self.regions.splice(at..(at + 1).min(self.regions.len()), [new]);
+        self.closing.extend(self.regions.splice(at..(at + 1).min(self.regions.len()), [new]));
+        self.close_replaced()?;
         Ok(generation)
     }
 
@@ -165,6 +171,7 @@ impl<M: Memory> RoamingRegion<M> {
         others.remove(at);
         let generation = publish(&self.feed, &others)?;
         self.close_at(at)?;
+        self.close_replaced()?;
         Ok(generation)
     }
 
@@ -183,6 +190,7 @@ impl<M: Memory> RoamingRegion<M> {
         while !self.regions.is_empty() {
             self.close_at(self.regions.len() - 1)?;
         }
+        self.close_replaced()?;
         Ok(generation)
     }
 
@@ -210,6 +218,32 @@ impl<M: Memory> RoamingRegion<M> {
         Ok(())
     }
 
+    /// Closes the regions that others have replaced. A region with sub-regions, windows, grants or
+    /// counters is only dropped: the last of them ends it. Regions that a driver does not close
+    /// stay in the list. Returns the first error.
+    fn close_replaced(&mut self) -> Result<()> {
+        let mut first = Ok(());
+        self.closing.retain(|region| {
+            let inner = &region.region.inner;
+            if inner.domain.process.is_current() && inner.check_unused().is_err() {
+                return false;
+            }
+            match inner.close() {
+                Ok(()) => {
+                    drop(inner.release());
+                    false
+                }
+                Err(error) => {
+                    if first.is_ok() {
+                        first = Err(error);
+                    }
+                    true
+                }
+            }
+        });
+        first
+    }
+
     /// Returns the region that is registered in a domain, if there is one.
     pub(super) fn region_in(&self, domain: &Arc<DomainInner>) -> Option<&Region<M>> {
         self.regions.iter().find(|region| Arc::ptr_eq(&region.region.inner.domain, domain))
@@ -226,12 +260,15 @@ impl<M: Memory> RoamingRegion<M> {
         if let Err(error) = self.withdraw() {
             return Err(Rejected::new(self, error));
         }
-        let Self { regions, parts, settings, feed } = self;
+        let Self { regions, closing, parts, settings, feed } = self;
         Arc::try_unwrap(parts).map(M::from_parts).map_err(|parts| {
             let error = Error::new(ErrorKind::Busy, "close region")
                 .context("why", "an earlier region of the memory is still registered")
-                .remedy("drop the sub-regions, windows and grants of earlier regions first");
-            Rejected::new(Self { regions, parts, settings, feed }, error)
+                .remedy(
+                    "drop the sub-regions, windows and grants of earlier regions first; if none \
+                     is left, the log has the driver's error",
+                );
+            Rejected::new(Self { regions, closing, parts, settings, feed }, error)
         })
     }
 }
