@@ -1,9 +1,9 @@
 //! Asynchronous registration, by one worker thread for each domain with a bound event queue.
 //!
 //! A job keeps its region alive, so that the state and the memory of the region are not freed while
-//! a driver uses them (EVT-03). If the application closes or drops the region before the job starts,
-//! the job is cancelled, and the event has the error `Canceled`. Later, the close or the drop waits
-//! for the end of the job.
+//! a driver uses them (EVT-03). If the application closes or drops the region before the job
+//! starts, the job is cancelled, and the event has the error `Canceled`. Later, the close or the
+//! drop waits for the end of the job.
 
 use std::{
     collections::VecDeque,
@@ -119,8 +119,8 @@ impl Worker {
         self.thread.as_ref().is_some_and(|thread| thread.thread().id() == current)
     }
 
-    /// Cancels the pending job of a closed or dropped region. Returns false if the worker thread has
-    /// taken the job from the queue already.
+    /// Cancels the pending job of a closed or dropped region. Returns false if the worker thread
+    /// has taken the job from the queue already.
     pub(super) fn withdraw(&self, id: RegionId) -> bool {
         let withdrawn = {
             let jobs = &mut self.queue.jobs.lock().0;

@@ -145,8 +145,8 @@ impl Asynchronous {
     }
 }
 
-/// The signal that the job of a region has ended or was withdrawn. Afterwards the domain's worker no
-/// longer uses the region.
+/// The signal that the job of a region has ended or was withdrawn. Afterwards the domain's worker
+/// no longer uses the region.
 #[derive(Default)]
 pub(super) struct Ended {
     done: Mutex<bool>,
@@ -401,7 +401,8 @@ impl RegionInner {
         self.change_state(RegionState::Registering, RegionState::Failed);
     }
 
-    /// Returns the signal for which a close or a drop waits, or `None` for a synchronous registration.
+    /// Returns the signal for which a close or a drop waits, or `None` for a synchronous
+    /// registration.
     pub(super) fn ended(&self) -> Option<Arc<Ended>> {
         self.asynchronous().map(|asynchronous| Arc::clone(&asynchronous.ended))
     }
