@@ -42,7 +42,8 @@
 //! A map finds the index of a region by domain and key. A key of 4 bytes that the NIC chooses
 //! consists of the index and 8 bits of the generation. Such a key repeats after 256 uses of its
 //! index, so freed indices wait before their reuse. The keys of a window take their tags from the
-//! same count: each bind uses the index once.
+//! same count. Each bind of a type 1 window uses the index once. The application chooses the tags
+//! of type 2 binds, which the count skips if they are consecutive.
 
 use std::{
     collections::{VecDeque, hash_map::Entry},

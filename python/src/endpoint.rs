@@ -116,6 +116,14 @@ impl Endpoint {
     }
 }
 
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        if let Some(open) = self.open.take() {
+            Python::attach(|py| py.detach(|| drop(open)));
+        }
+    }
+}
+
 /// The bytes of a transfer, in the local region and in the region of the peer.
 struct Span {
     offset: u64,
@@ -214,7 +222,8 @@ impl Endpoint {
             let waited = py.detach(|| open.queue.wait(&mut done, count, slice));
             // The wait may fail after it has read completions.
             let completed = open.transfers.lock().complete(done);
-            drop(completed);
+            // A deregistration may wait for transfers of peers.
+            py.detach(|| drop(completed));
             waited.or_raise(py)?;
             py.check_signals()?;
             if left.is_some_and(|left| left.is_zero()) {

@@ -89,8 +89,9 @@ pub trait CacheBackend: Send + Sync + 'static {
     /// Deregisters a region.
     ///
     /// # Errors
-    /// The driver's error, with the region, which is still registered. The cache retries when it
-    /// next reclaims entries. It does not retry in a forked child or at the end of its drop.
+    /// The driver's error, with the region, which is still registered: `Busy` if something outside
+    /// the cache uses the region. The cache retries when it next reclaims entries, and after `Busy`
+    /// also every 50 ms. It does not retry in a forked child or at the end of its drop.
     fn deregister(&self, region: Self::Region) -> Result<(), Rejected<Self::Region>>;
 }
 

@@ -218,7 +218,7 @@ impl<S: CacheBackend> CacheCore<S> {
             }
         };
         let mut guard = RegistrationGuard { core: self, index, slot, watch: None };
-        let kept = self.deregister_before_watch(&mut detached, &mut callbacks);
+        let mut kept = Some(self.deregister_before_watch(&mut detached, &mut callbacks));
         let entry = self.index.entries.at(index);
         let key = &if merge { entry.key() } else { *own };
         let merged = merge && (key.start, key.last) != (own.start, own.last);
@@ -228,8 +228,11 @@ impl<S: CacheBackend> CacheCore<S> {
             self.mark_invalidated(index, cause);
         }
         let watch_memory = || self.backend.watch(key, invalidator);
-        let watch = watch_memory()
-            .or_else(|error| self.retry_after_eviction(error, &mut callbacks, watch_memory));
+        let watch = watch_memory().or_else(|error| {
+            // The end of the kept watch may be all the room that the monitor needs.
+            let has_room = kept.take().is_some_and(|kept| kept.is_some());
+            self.retry_after_eviction(error, has_room, &mut callbacks, watch_memory)
+        });
         drop(kept);
         let watch = match watch {
             Ok(watch) => guard.watch.insert(watch),
@@ -401,20 +404,24 @@ impl<S: CacheBackend> CacheCore<S> {
         callbacks: &mut PendingCallbacks,
     ) -> Result<S::Region> {
         let register = || self.backend.register(key, owner, watch);
-        register().or_else(|error| self.retry_after_eviction(error, callbacks, register))
+        register().or_else(|error| self.retry_after_eviction(error, false, callbacks, register))
     }
 
     /// Repeats a call of the backend that failed with `error`, as
-    /// [`CacheCore::register_in_backend`] describes. Otherwise returns the error.
+    /// [`CacheCore::register_in_backend`] describes, or if `has_room` is true. Otherwise returns
+    /// the error.
     #[cold]
     #[inline(never)]
     fn retry_after_eviction<T>(
         &self,
         error: Error,
+        has_room: bool,
         callbacks: &mut PendingCallbacks,
         call: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        if error.kind() != ErrorKind::OutOfResources || !self.evict_all_idle(callbacks) {
+        if error.kind() != ErrorKind::OutOfResources
+            || !(self.evict_all_idle(callbacks) || has_room)
+        {
             return Err(error);
         }
         tracing::debug!(%error, "evicted idle cached regions; trying once more");

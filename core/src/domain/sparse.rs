@@ -143,14 +143,13 @@ struct Shared {
 
 #[derive(Default)]
 struct Parts {
-    /// The current parts, in the order of addresses. Each is published, or will be by the call that
-    /// holds the lock.
+    /// The current parts, in the order of addresses.
     live: Vec<Part>,
     /// Withdrawn parts that are still registered, because a driver refused to close a region. Every
     /// change of the parts tries again to close them.
     closing: Vec<Part>,
-    /// True if the feed may still publish the keys of parts in `closing`, because publishing a
-    /// generation without them failed.
+    /// True if `live` may differ from the parts that the feed publishes. Every change of the parts
+    /// then publishes `live`.
     unpublished: bool,
 }
 
@@ -542,6 +541,7 @@ impl Shared {
                 // The list stays sorted, also if a later part makes the provider panic.
                 let at = parts.live.partition_point(|live| live.range < part.range);
                 parts.live.insert(at, part);
+                parts.unpublished = true;
                 Ok(())
             }
             Err(error) => {

@@ -145,6 +145,20 @@ fn refused_watch_evicts_idle_entries_and_runs_callbacks_after_the_registration()
     assert_empty(&records);
 }
 
+/// CACHE-03: the watch of the evicted region ends before the cache gives up the new one.
+#[test]
+fn refused_watch_is_retried_without_the_watch_of_the_evicted_region() {
+    let (cache, records) = cache(limits(2));
+    records.watch_room.store(2, Ordering::SeqCst);
+    let used = cache.get_or_register(&key(0, PAGE)).unwrap();
+    drop(cache.get_or_register(&key(PAGE, PAGE)).unwrap());
+    let lease = cache.get_or_register(&key(2 * PAGE, PAGE)).unwrap();
+    assert!(lease.uncached_reason().is_none(), "{lease:?}");
+    drop((used, lease));
+    cache.try_clear().unwrap();
+    assert_empty(&records);
+}
+
 /// CACHE-03
 #[test]
 fn unwatchable_memory_is_uncached_with_the_reason() {

@@ -92,6 +92,13 @@ pub(in crate::cache) struct KeptWatch<'a, S: CacheBackend> {
     watch: Option<S::Watch>,
 }
 
+impl<S: CacheBackend> KeptWatch<'_, S> {
+    /// Returns true if the guard keeps a watch.
+    pub(in crate::cache) fn is_some(&self) -> bool {
+        self.watch.is_some()
+    }
+}
+
 impl<S: CacheBackend> Drop for KeptWatch<'_, S> {
     #[inline]
     fn drop(&mut self) {

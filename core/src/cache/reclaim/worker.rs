@@ -7,7 +7,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::super::{backend::CacheBackend, cache_core::CacheCore};
@@ -51,13 +51,16 @@ impl Worker {
 
 fn run<S: CacheBackend>(core: &CacheCore<S>, stop: &AtomicBool) {
     let waker = &core.waker;
-    let (mut idle_polls, mut retries) = (IDLE_POLLS, false);
+    let mut idle_polls = IDLE_POLLS;
+    // The time of the next attempt to deregister busy regions. `None` unless the worker knows that
+    // there are such regions.
+    let mut retry: Option<Instant> = None;
     while !stop.load(Ordering::Acquire) {
         let called = waker.called.swap(false, Ordering::SeqCst);
         if called {
             idle_polls = 0;
         }
-        if called || retries {
+        if called || retry.is_some_and(|due| Instant::now() >= due) {
             // The cache's state stays consistent if the backend panics: `DeregistrationGuard` keeps
             // the remaining regions for a retry.
             if catch_unwind(AssertUnwindSafe(|| core.reclaim_once())).is_err() {
@@ -68,7 +71,7 @@ fn run<S: CacheBackend>(core: &CacheCore<S>, stop: &AtomicBool) {
                 // The worker retries at once. Each panic loses one region, so the retries end.
                 waker.called.store(true, Ordering::SeqCst);
             }
-            retries = false;
+            retry = None;
         }
         if idle_polls < IDLE_POLLS {
             idle_polls += 1;
@@ -77,9 +80,10 @@ fn run<S: CacheBackend>(core: &CacheCore<S>, stop: &AtomicBool) {
         }
         waker.asleep.store(true, Ordering::SeqCst);
         if !waker.called.load(Ordering::SeqCst) {
-            retries = core.state.lock().reclaim.busy;
-            if retries {
-                thread::park_timeout(BUSY_RETRY_PERIOD);
+            if core.state.lock().reclaim.busy {
+                let now = Instant::now();
+                let due = *retry.get_or_insert(now + BUSY_RETRY_PERIOD);
+                thread::park_timeout(due.saturating_duration_since(now));
             } else {
                 thread::park();
             }
