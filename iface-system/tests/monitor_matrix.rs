@@ -342,7 +342,7 @@ fn file_mapped_by_raw_calls_is_refused_by_memhooks_and_userfaultfd() {
         // SAFETY: the fd is new, and nothing else owns it.
         fs::File::from(unsafe { OwnedFd::from_raw_fd(fd) })
     };
-    let file = fs::File::open(env!("CARGO_MANIFEST_PATH")).unwrap();
+    let file = fs::File::open("/proc/self/exe").unwrap();
     let (protection, flags) = (libc::PROT_READ, libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE);
     for file in [memory_file(), file] {
         let at = map(page());
