@@ -7,6 +7,7 @@ use std::{
     fmt::Write as _,
     fs,
     path::{Path, PathBuf},
+    sync::LazyLock,
 };
 
 use crate::workspace;
@@ -51,10 +52,11 @@ impl SourceFile {
         let text = fs::read_to_string(path).expect("a source file");
         let relative = path.strip_prefix(folder).expect("below the folder");
         let mut file = Self { path: relative.display().to_string(), ..Self::default() };
-        let tokens = text.parse().unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        file.count(tokens, false);
+        let tokens: TokenStream =
+            text.parse().unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        file.count(tokens.clone(), false);
         let mut public = PublicFunctions { names: Vec::new(), of: None };
-        public.visit_file(&syn::parse_file(&text).expect("the file compiles"));
+        public.visit_file(&syn::parse2(tokens).expect("the file compiles"));
         file.public_functions = public.names;
         file
     }
@@ -257,9 +259,9 @@ struct Crate {
     files: Vec<SourceFile>,
 }
 
-/// Returns the crates of the workspace, without the fake drivers, which only tests load, and that
-/// of the Python package.
-fn crates() -> Vec<Crate> {
+/// The crates of the workspace, without the fake drivers, which only tests load, and that of the
+/// Python package.
+static CRATES: LazyLock<Vec<Crate>> = LazyLock::new(|| {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let of_workspace = workspace::packages().into_iter().map(|package| {
         let manifest = Path::new(package["manifest_path"].as_str().expect("a path"));
@@ -286,7 +288,7 @@ fn crates() -> Vec<Crate> {
     }
     found.sort_by(|one, other| one.name.cmp(&other.name));
     found
-}
+});
 
 fn source_files(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).expect("a folder") {
@@ -356,7 +358,7 @@ impl Crate {
 #[test]
 fn each_file_with_unsafe_code_allows_it_for_itself_alone() {
     let mut found = Vec::new();
-    for package in crates() {
+    for package in &*CRATES {
         for file in &package.files {
             let rules = file.violations().into_iter();
             found.extend(rules.map(|rule| format!("{}: {} {rule}", package.name, file.path)));
@@ -370,7 +372,7 @@ fn document_lists_the_unsafe_code_of_each_crate() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(DOCUMENT);
     let old = fs::read_to_string(&path).expect("the document");
     let mut new = old.clone();
-    for package in crates() {
+    for package in &*CRATES {
         if package.files.iter().all(|file| !file.is_in_document()) {
             continue;
         }

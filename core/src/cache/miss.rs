@@ -91,8 +91,9 @@ impl<S: CacheBackend> CacheCore<S> {
     /// covers the key. Returns one of these:
     ///
     /// - `Break` with the lease of an entry, or with the error of the entry's registration.
-    /// - `Break` with the result of an uncached registration, if an entry was unusable and there is
-    ///   now a [reason](CacheCore::bypass_reason) to bypass the cache.
+    /// - `Break` with the result of an uncached registration, if the thread must not wait
+    ///   ([`UncachedReason::InsideDeregistration`]), or an entry was unusable and there is now a
+    ///   [reason](CacheCore::bypass_reason) to bypass the cache.
     /// - `Continue` with the lock, if no entry covers the key any more.
     #[cold]
     #[inline(never)]
@@ -106,6 +107,13 @@ impl<S: CacheBackend> CacheCore<S> {
         while index != 0 {
             slot.publish(index);
             let leased = LeasedEntry { entry: self.index.entries.at(index), slot };
+            let registering = leased.entry.state.load(Ordering::Acquire) & state::REGISTERING != 0;
+            if registering && Self::is_deregistering() {
+                drop(locked);
+                self.release_slow(leased.entry, slot);
+                let reason = UncachedReason::InsideDeregistration;
+                return ControlFlow::Break(self.register_uncached(key, owner, reason));
+            }
             if let Some(error) = self.wait_for_registration(locked, index, key) {
                 count(&self.counters.failures);
                 self.release_slow(leased.entry, slot);

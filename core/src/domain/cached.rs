@@ -299,7 +299,11 @@ impl RegionCache {
                     let cached = region.uncached_reason().is_none();
                     let may_pass = matches!(
                         region.uncached_reason(),
-                        Some(UncachedReason::Full | UncachedReason::InvalidationInProgress)
+                        Some(
+                            UncachedReason::Full
+                                | UncachedReason::InsideDeregistration
+                                | UncachedReason::InvalidationInProgress
+                        )
                     );
                     if cached && !backend.domain.is_staged_by_growth(region) {
                         return Ok(lease);

@@ -485,6 +485,40 @@ fn deregistration_that_uses_its_cache_does_not_wait_for_itself() {
     assert_empty(&records);
 }
 
+/// CACHE-07
+#[test]
+fn deregistration_does_not_wait_for_a_registration_that_waits_for_it() {
+    let (cache, records) = cache(Limits::default());
+    let cache = Arc::new(cache);
+    drop(cache.get_or_register(&key(0, PAGE)).unwrap());
+    let (begin, begun) = mpsc::channel::<()>();
+    let shared = Arc::clone(&cache);
+    let (sender, receiver) = mpsc::channel();
+    *records.deregistering.meanwhile.lock() = Some(Box::new(move || {
+        begun.recv().expect("the test sends");
+        let lease = shared.get_or_register(&key(PAGE, PAGE)).expect("uncached");
+        sender.send(lease.uncached_reason().expect("uncached").to_string()).expect("received");
+    }));
+    let evicting = Arc::clone(&cache);
+    let evicting = thread::spawn(move || evicting.evict_idle());
+    until(|| records.deregistering.meanwhile.lock().is_none());
+    // The registration has no room and waits for the deregistration.
+    records.fail_next(ErrorKind::OutOfResources);
+    let registering = Arc::clone(&cache);
+    let registering = thread::spawn(move || {
+        registering.get_or_register(&key(PAGE, PAGE)).map(|lease| lease.uncached_reason().is_none())
+    });
+    until(|| records.registrations.load(Ordering::SeqCst) == 2);
+    begin.send(()).expect("the deregistration receives");
+    until(|| evicting.is_finished() && registering.is_finished());
+    let reason = receiver.recv().expect("the deregistration looked up");
+    assert_eq!(reason, "a deregistration cannot wait for another thread");
+    assert!(registering.join().unwrap().expect("registered after the deregistration"));
+    evicting.join().unwrap();
+    drop(cache);
+    assert_empty(&records);
+}
+
 #[test]
 fn try_clear_includes_entries_invalidated_meanwhile() {
     // Either the worker or this thread may reclaim the entry first.

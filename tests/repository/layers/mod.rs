@@ -18,6 +18,7 @@ use std::{
     fmt::Write as _,
     fs,
     path::Path,
+    sync::LazyLock,
 };
 
 use self::imports::{Imports, Sources};
@@ -59,9 +60,8 @@ fn read(folder: &Path, name: &str, sources: &mut Sources) {
     }
 }
 
-/// Returns the text of the root file and the imports of each crate of the workspace, by the crate's
-/// name.
-fn workspace() -> BTreeMap<String, (String, Imports)> {
+/// The text of the root file and the imports of each crate of the workspace, by the crate's name.
+static WORKSPACE: LazyLock<BTreeMap<String, (String, Imports)>> = LazyLock::new(|| {
     let packages = crate::workspace::packages();
     let of_package = |package: &Value| {
         let manifest = package["manifest_path"].as_str().expect("a path");
@@ -73,7 +73,7 @@ fn workspace() -> BTreeMap<String, (String, Imports)> {
         (name, (root, imports::of(&sources)))
     };
     packages.iter().map(of_package).collect()
-}
+});
 
 /// Parses the list of import cycles, each with its reason.
 fn listed(text: &str) -> BTreeMap<(String, Cycle), String> {
@@ -111,7 +111,7 @@ fn list(cycles: &BTreeSet<(String, Cycle)>, old: &BTreeMap<(String, Cycle), Stri
 
 #[test]
 fn files_import_each_other_in_the_listed_cycles_only() {
-    let imports = workspace();
+    let imports = &*WORKSPACE;
     let of_crate = |(name, (_, imports)): (&String, &(String, Imports))| {
         let name = name.clone();
         cycles(imports).into_iter().map(move |files| (name.clone(), files)).collect::<Vec<_>>()
@@ -205,14 +205,14 @@ fn against_layers(layers: &BTreeMap<String, usize>, imports: &Imports) -> Vec<St
 #[test]
 fn modules_import_only_from_lower_layers() {
     let mut wrong = String::new();
-    for (name, (lib, imports)) in workspace() {
+    for (name, (lib, imports)) in &*WORKSPACE {
         let modules: BTreeSet<_> = imports.keys().filter_map(|file| module(file)).collect();
         if modules.len() < 2 {
             continue;
         }
-        match layers_listed(&lib) {
+        match layers_listed(lib) {
             Some(layers) => {
-                for line in against_layers(&layers, &imports) {
+                for line in against_layers(&layers, imports) {
                     writeln!(wrong, "{name}: {line}").expect("a String");
                 }
             }

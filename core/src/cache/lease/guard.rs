@@ -34,6 +34,9 @@ pub enum UncachedReason {
     /// A monitor is handling a change of memory, and has disabled all hits until it knows the
     /// affected range.
     InvalidationInProgress,
+    /// The lookup is part of a deregistration, as in the drop of a memory's owner, and another
+    /// thread is registering the memory. That thread may be waiting for the deregistration.
+    InsideDeregistration,
     /// The kernel began to refuse `membarrier(2)` after it had allowed it, for example because of a
     /// seccomp filter. The cache is closed permanently.
     MembarrierRefused,
@@ -52,6 +55,7 @@ impl fmt::Display for UncachedReason {
             Self::TooLong => "longer than the cache's limit by bytes",
             Self::Full => "the cache is full of regions in use",
             Self::InvalidationInProgress => "a monitor is finding out what changed",
+            Self::InsideDeregistration => "a deregistration cannot wait for another thread",
             Self::MembarrierRefused => "the kernel refuses membarrier(2), which it allowed before",
             Self::Forked => "the process is a forked child",
             Self::CrossesIndexEnd => "the range crosses a multiple of 2^48, where the index ends",

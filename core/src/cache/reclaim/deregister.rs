@@ -280,12 +280,17 @@ impl<S: CacheBackend> CacheCore<S> {
         callbacks
     }
 
+    /// Returns true if the calling thread is inside a deregistration of any cache.
+    pub(in crate::cache) fn is_deregistering() -> bool {
+        DEPTH.with(Cell::get) > 0
+    }
+
     /// Waits for the deregistrations that began before this call, and for those that begin before
     /// the next epoch ([`BegunCounter`](super::state::BegunCounter)). Does not wait if the calling
     /// thread is inside a deregistration, as in the drop of a region's memory: this deregistration
     /// cannot end before the call returns.
     pub(super) fn wait_for_deregistrations(&self) {
-        if DEPTH.with(Cell::get) > 0 {
+        if Self::is_deregistering() {
             return;
         }
         let mut locked = self.state.lock();
