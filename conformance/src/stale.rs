@@ -2,16 +2,22 @@
 
 #![allow(unsafe_code, reason = "registers memory by address while it changes")]
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use hmem_core::{
     Access, AddressRange, AllocationKind, DeviceBuffer, DeviceId, Domain, Endpoint, Error,
-    ErrorKind, Iface, Promise, Raw, Region, RegionSlice, RemoteKey, Result,
+    ErrorKind, Iface, Iova, Promise, Raw, Region, RemoteKey, Result,
     cache::UncachedReason,
     iface::AllocRequest,
     provider::{CompletionQueue, EndpointAttr},
     transfer::{PeerId, RemoteSegment},
 };
+
+/// Maximum time for which a transfer is awaited.
+const TRANSFER_TIME: Duration = Duration::from_secs(60);
 
 /// Length of a transfer, in bytes. A short transfer shows stale pages as well as a long one.
 const MOVED: usize = 64;
@@ -117,6 +123,7 @@ impl StaleCounts {
     ///
     /// # Errors
     /// - The errors of the domain and of the memory.
+    /// - [`ErrorKind::Driver`] if a transfer does not complete within a minute.
     /// - The monitor's error, if the monitor cannot watch the memory: the cache then keeps no
     ///   registration of the memory.
     ///
@@ -131,7 +138,7 @@ impl StaleCounts {
         memory: &mut dyn ReusableMemory,
         rounds: u64,
     ) -> Result<()> {
-        let link = Link::open(domain)?;
+        let link = Link::open(domain, MOVED as u64)?;
         let before = domain.cache()?.statistics().hits;
         for number in 0..rounds {
             // SAFETY: the caller's promise.
@@ -173,12 +180,11 @@ impl StaleCounts {
             let key = region.key()?;
             let mut found = vec![0; MOVED];
             let expected = if number.is_multiple_of(2) {
-                link.read(&key)?;
+                link.read(&key, 0, MOVED as u64)?;
                 link.local.read(0, &mut found)?;
                 before
             } else {
-                link.local.write(0, &after)?;
-                link.write(&key)?;
+                link.write(&key, 0, &after)?;
                 memory.read(&mut found)?;
                 after
             };
@@ -192,53 +198,67 @@ impl StaleCounts {
 }
 
 /// An endpoint that is its own peer, and a registered buffer for the moved bytes.
-struct Link<'a> {
+pub(crate) struct Link<'a> {
     domain: &'a Domain,
-    local: Region<Vec<u8>>,
+    /// The buffer. It begins with the bytes of the last transfer.
+    pub(crate) local: Region<Vec<u8>>,
     queue: Arc<dyn CompletionQueue>,
     endpoint: Endpoint,
     peer: PeerId,
 }
 
 impl<'a> Link<'a> {
-    fn open(domain: &'a Domain) -> Result<Self> {
-        let local = domain.register(vec![0; MOVED], Access::READ | Access::WRITE)?;
+    /// Opens a link for transfers of up to `len` bytes.
+    pub(crate) fn open(domain: &'a Domain, len: u64) -> Result<Self> {
+        let local = domain.register(vec![0; len as usize], Access::READ | Access::WRITE)?;
         let queue = domain.open_cq(16)?;
         let endpoint = domain.open_endpoint(&EndpointAttr::new(&queue))?;
         let peer = endpoint.resolve(&endpoint.name())?;
         Ok(Self { domain, local, queue, endpoint, peer })
     }
 
-    fn read(&self, key: &RemoteKey) -> Result<()> {
-        let (local, remote) = self.ends(key)?;
-        self.endpoint.read(&[local], &[remote], self.peer, 0)?;
+    /// Reads `len` bytes into the local buffer, `offset` bytes after the base address of `key`.
+    /// Returns the number of bytes that were moved.
+    pub(crate) fn read(&self, key: &RemoteKey, offset: u64, len: u64) -> Result<u64> {
+        let local = self.local.slice(0, len)?;
+        self.endpoint.read(&[local], &[remote(key, offset, len)], self.peer, 0)?;
         self.wait()
     }
 
-    fn write(&self, key: &RemoteKey) -> Result<()> {
-        let (local, remote) = self.ends(key)?;
-        self.endpoint.write(&[local], &[remote], self.peer, 0)?;
+    /// Writes bytes from the local buffer, `offset` bytes after the base address of `key`. Returns
+    /// the number of bytes that were moved.
+    pub(crate) fn write(&self, key: &RemoteKey, offset: u64, bytes: &[u8]) -> Result<u64> {
+        let len = bytes.len() as u64;
+        self.local.write(0, bytes)?;
+        let local = self.local.slice(0, len)?;
+        self.endpoint.write(&[local], &[remote(key, offset, len)], self.peer, 0)?;
         self.wait()
     }
 
-    fn ends<'k>(&self, key: &'k RemoteKey) -> Result<(RegionSlice, RemoteSegment<'k>)> {
-        let len = MOVED as u64;
-        Ok((self.local.slice(0, len)?, RemoteSegment { address: key.base(), len, key }))
-    }
-
-    fn wait(&self) -> Result<()> {
+    /// Waits for the next completion, and returns the number of bytes that were moved.
+    fn wait(&self) -> Result<u64> {
         let mut done = Vec::with_capacity(1);
+        let deadline = Instant::now() + TRANSFER_TIME;
         while self.queue.read(&mut done, 1)? == 0 {
             if self.domain.progress()? == 0 {
+                if Instant::now() > deadline {
+                    let remedy = "look for a fault of the NIC: a posted transfer did not complete";
+                    return Err(Error::new(ErrorKind::Driver, "wait for a transfer").remedy(remedy));
+                }
                 std::thread::yield_now();
             }
         }
-        done.remove(0).result.map(drop)
+        done.remove(0).result
     }
 
-    fn close(self) -> Result<()> {
+    pub(crate) fn close(self) -> Result<()> {
         self.endpoint.close()?;
         self.local.close()?;
         Ok(())
     }
+}
+
+/// Returns a remote segment of `len` bytes, `offset` bytes after the base address of `key`.
+fn remote(key: &RemoteKey, offset: u64, len: u64) -> RemoteSegment<'_> {
+    RemoteSegment { address: Iova(key.base().0.wrapping_add(offset)), len, key }
 }

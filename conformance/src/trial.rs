@@ -63,7 +63,7 @@ macro_rules! behaviours {
         pub(crate) const BEHAVIOURS: &[$crate::trial::Behaviour<Subject>] = &[$((
             stringify!($name),
             concat!($($doc),*),
-            |subject| Case::each(subject, &[$(needs::$need),*], $name),
+            |subject| Case::each(stringify!($name), subject, &[$(needs::$need),*], $name),
         ),)*];
     };
 }

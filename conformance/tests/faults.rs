@@ -24,9 +24,10 @@ use hmem_core::{
         DetectionMethod, FreeSubscriptions, InvalidationCause, Invalidator, Monitor, Subscription,
     },
     provider::{
-        CompletionQueue, DomainRequest, EndpointAttr, KeyRequest, LiveObjects, Nic, Piece,
-        Provider, ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion, ProviderWindow,
-        Registration, SubRegions, Transport, WindowBind, WindowStatus, WindowType, Windows,
+        CompletionQueue, DomainRequest, EndpointAttr, KeyRequest, LiveObjects, MsgOrder, Nic,
+        Piece, Provider, ProviderAttr, ProviderDomain, ProviderEndpoint, ProviderRegion,
+        ProviderWindow, Registration, SubRegions, Transport, WindowBind, WindowStatus, WindowType,
+        Windows,
     },
     transfer::{AtomicOp, EndpointName, Operation, PeerId, RemoteSegment, WorkRequest},
 };
@@ -64,6 +65,8 @@ enum Fault {
     LeakedFd,
     /// Fault: each allocation leaves a file descriptor open.
     LeakedFdOfAllocation,
+    /// Fault: every eighth allocation leaves a file descriptor open.
+    LeakedFdAtTimes,
     /// No fault: another thread of the process opens files. One of them stays open from the
     /// twentieth allocation on, and one from each export on.
     FilesOfOthers,
@@ -79,6 +82,8 @@ enum Fault {
     PartNotWatched,
     /// Fault: only the latest subscription is notified.
     OneSubscription,
+    /// Fault: a subscription that has ended is notified.
+    EndlessSubscription,
     /// Fault: the monitor refuses every subscription as unsupported.
     MissingSubscription,
     /// Fault: a copy does not copy the last byte.
@@ -248,6 +253,7 @@ impl Allocator for Faulty {
     fn allocate(&self, request: &AllocRequest) -> Result<Allocation> {
         let earlier = self.allocations.fetch_add(1, Ordering::Relaxed);
         if self.has(Fault::LeakedFdOfAllocation)
+            || (self.has(Fault::LeakedFdAtTimes) && earlier % 8 == 7)
             || (self.has(Fault::FilesOfOthers) && earlier == 19)
         {
             leave_a_file_open();
@@ -343,6 +349,7 @@ impl MonitorSource for Faulty {
             }
             Fault::PartNotWatched => MonitorFault::PartNotWatched,
             Fault::OneSubscription => MonitorFault::OneSubscription,
+            Fault::EndlessSubscription => MonitorFault::EndlessSubscription,
             Fault::MissingSubscription => MonitorFault::RefusedSubscription,
             _ => return Ok(monitor),
         };
@@ -445,8 +452,11 @@ fn each_fault_of_an_iface_fails_its_behaviour() {
         (Fault::StaleExported, "dma_buf_of_an_allocation_that_was_freed_is_refused"),
         (Fault::LeakedFd, "exporting_dma_bufs_leaks_no_fd"),
         (Fault::LeakedFdOfAllocation, "allocating_and_freeing_leaks_no_fd"),
+        (Fault::LeakedFdAtTimes, "allocating_and_freeing_leaks_no_fd"),
         (Fault::LeakedAllocation, "freed_memory_can_be_allocated_again"),
         (Fault::MissingCallback, "monitor_detects_a_free"),
+        (Fault::MissingCallback, "freed_memory_is_not_claimed_after_its_notification"),
+        (Fault::EndlessSubscription, "monitor_is_silent_after_unsubscribing"),
         (Fault::MissingCallback, "cached_registration_never_moves_bytes_of_freed_memory"),
         (Fault::EarlyCallback, "freed_memory_is_not_claimed_after_its_notification"),
         (Fault::LateCallback, "freed_addresses_are_not_allocated_before_the_notification"),
@@ -528,6 +538,12 @@ enum ProviderFault {
     AlteredData,
     /// Fault: a message loses its immediate data.
     LostData,
+    /// Fault: every registration is refused as unsupported.
+    RefusedRegistration,
+    /// Fault: every post of a write is refused.
+    RefusedWrite,
+    /// No fault: the provider declares no order of requests.
+    DeclaredNoOrder,
 }
 
 /// The software NIC, with one deliberate fault.
@@ -543,7 +559,11 @@ impl Provider for FaultyProvider {
     }
 
     fn nics(&self) -> Result<Vec<ProviderAttr>> {
-        self.nic.nics()
+        let mut nics = self.nic.nics()?;
+        if self.fault == ProviderFault::DeclaredNoOrder {
+            nics.iter_mut().for_each(|nic| nic.order = MsgOrder::empty());
+        }
+        Ok(nics)
     }
 
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
@@ -586,6 +606,9 @@ unsafe impl ProviderDomain for FaultyDomain {
         registration: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
+        if self.fault == ProviderFault::RefusedRegistration {
+            return Err(Error::new(ErrorKind::Unsupported, "register"));
+        }
         let wider = self.fault == ProviderFault::WiderRights;
         let access = if wider { Access::all() } else { registration.access };
         let ignored = self.fault == ProviderFault::IgnoredRequestedKey;
@@ -744,6 +767,9 @@ impl ProviderEndpoint for FaultyEndpoint {
             (ProviderFault::UncheckedDescriptor, _) => {
                 local.iter_mut().for_each(|segment| segment.desc = None);
             }
+            (ProviderFault::RefusedWrite, Operation::Write { .. }) => {
+                return Err(Error::new(ErrorKind::Again, "post"));
+            }
             (ProviderFault::AlteredData, Operation::WriteImmediate { remote, data }) => {
                 operation = Operation::WriteImmediate { remote, data: data.wrapping_add(1) };
             }
@@ -797,7 +823,7 @@ fn provider_without_a_fault_fails_no_behaviour() {
         close_ends_transfers_in_flight_before_it_returns
         close_of_a_local_buffer_ends_transfers_in_flight_too
         posted_transfers_that_have_not_begun_fail_after_close
-        region_with_a_counter_is_busy_and_still_works region_closes_after_the_last_of_its_counters
+        region_closes_after_the_last_of_its_counters
         region_closes_before_its_endpoint region_of_a_closed_endpoint_is_unreachable_and_closes
         single_use_key_works_once local_buffers_need_the_right_of_their_operation
         receives_need_the_right_recv_and_stay_in_bounds
@@ -875,6 +901,8 @@ fn each_fault_of_a_provider_fails_its_behaviour() {
         (ProviderFault::UncheckedDescriptor, "local_buffers_need_a_descriptor_of_a_live_region"),
         (ProviderFault::AlteredData, "write_with_immediate_data_completes_a_receive"),
         (ProviderFault::LostData, "messages_carry_immediate_data"),
+        (ProviderFault::RefusedRegistration, "every_set_of_rights_registers_at_any_start"),
+        (ProviderFault::RefusedWrite, "transfers_in_flight_leave_a_closed_region_alone"),
     ] {
         let [failed, _] = run(named(trials_of_provider(fault), behaviour));
         assert_eq!(failed, [behaviour], "with the fault {fault:?}");
@@ -887,6 +915,16 @@ fn bounds_of_windows_that_a_provider_declares_unenforced_are_ignored() {
     let [failed, ignored] = run(trials_of_provider(ProviderFault::DeclaredWindowOffset));
     assert_eq!(failed, [""; 0]);
     assert!(ignored.contains(&"nothing_is_reached_outside_a_window".to_owned()), "{ignored:?}");
+}
+
+/// HM-15
+#[test]
+fn order_that_a_provider_does_not_declare_is_not_tested() {
+    let orders = ["messages_keep_the_declared_order", "requests_take_effect_in_the_declared_order"];
+    for behaviour in orders {
+        let trials = named(trials_of_provider(ProviderFault::DeclaredNoOrder), behaviour);
+        assert_eq!(run(trials), [vec![], vec![behaviour.to_owned()]]);
+    }
 }
 
 fn open_domain(fault: ProviderFault) -> Domain {

@@ -132,9 +132,12 @@ pub(super) fn pending_region_has_neither_descriptor_nor_key(case: &Case) {
     };
     // Registers the initiator's buffer before the gate.
     assert_unreachable();
+    // Declared before the gate, like the regions below: a failed assertion drops the gate first,
+    // which releases the held call. The drop of the region waits for that call.
+    let region;
     let gate = link.hold(Call::Register);
     let attr = mr_attr(&ranges, REMOTE).key(number);
-    let region = fabric::regattr(&link.target.domain, &attr, MrFlags::empty()).expect("submit");
+    region = fabric::regattr(&link.target.domain, &attr, MrFlags::empty()).expect("submit");
     wait_held(&gate);
     assert_unreachable();
     assert_eq!(region.state(), RegionState::Registering);
@@ -167,14 +170,18 @@ fn end_during_registration(case: &Case, end: fn(MemoryRegion)) {
     let memory = link.bytes(64);
     let ranges = [memory.range()];
     let attr = |context| MrAttr { context, ..mr_attr(&ranges, REMOTE) };
+    // Declared before the gate, so that a failed assertion releases the held call first.
+    let (running, waiting, dropped);
     let gate = link.hold(Call::Register);
-    let running = submit(&link, &attr(1));
+    running = submit(&link, &attr(1));
     wait_held(&gate);
-    let waiting = submit(&link, &attr(2));
-    let dropped = submit(&link, &attr(3));
+    waiting = submit(&link, &attr(2));
+    dropped = submit(&link, &attr(3));
     waiting.close().expect("a registration that has not begun is canceled at once");
     drop(dropped);
     thread::scope(|scope| {
+        // Dropped before the scope ends, so that a failure releases the held call.
+        let gate = gate;
         let ending = scope.spawn(|| end(running));
         // Leaves time in which an end that does not wait for the driver would return.
         for _ in 0..200 {
@@ -241,13 +248,16 @@ pub(super) fn domain_dropped_during_registrations_loses_no_event(case: &Case) {
     let (link, queue) = open(case);
     let memory = link.bytes(64);
     let ranges = [memory.range()];
+    // Declared before the gate, so that a failed assertion releases the held call first.
+    let (regions, target, busy): (Vec<_>, _, _);
     let gate = link.hold(Call::Register);
-    let regions: Vec<_> = (0..5)
+    regions = (0..5)
         .map(|context| submit(&link, &MrAttr { context, ..mr_attr(&ranges, REMOTE) }))
         .collect();
     wait_held(&gate);
-    let [_initiator, target] = link.into_sides();
-    let busy = target.domain.close().expect_err("closed under its registrations");
+    let [_initiator, side] = link.into_sides();
+    target = side;
+    busy = target.domain.close().expect_err("closed under its registrations");
     assert_eq!(busy.error.kind(), ErrorKind::Busy);
     thread::scope(|scope| {
         // The drop of the first region waits for the driver.

@@ -5,14 +5,14 @@ use std::{fmt, sync::Arc};
 use hmem_core::{
     Domain, DomainAttr, Error, ErrorKind, MrMode, Result,
     path::P2pPolicy,
-    provider::{Features, ProgressModel, Provider, ProviderAttr},
+    provider::{Features, ProgressModel, Provider, ProviderAttr, WindowType},
 };
 use hmem_p2p::path::DefaultPathSelector;
 
 use crate::{
     control::TestControl,
     link::REMOTE,
-    trial::{IntoOutcome, Outcome, labeled, skip},
+    trial::{IntoOutcome, Outcome, Skipped, labeled, skip},
 };
 
 /// A provider under test.
@@ -65,14 +65,18 @@ pub(super) struct Case {
     pub(super) attr: ProviderAttr,
     /// Optional facets of the provider's domains.
     pub(super) features: Features,
+    /// Types of the NIC's windows. Empty if the NIC has no windows.
+    pub(super) window_types: Vec<WindowType>,
     pub(super) memory: TestMemory,
     pub(super) control: Option<Arc<dyn TestControl>>,
 }
 
 impl Case {
     /// Tests a behaviour in each case that has the properties `needs`. The result is a success if a
-    /// case succeeded, and otherwise the reason why the first case was skipped.
+    /// case succeeded, and otherwise the reason why the first case was skipped. If some cases
+    /// succeeded and the test skipped others, writes the reasons to the standard error.
     pub(super) fn each<O: IntoOutcome>(
+        behaviour: &str,
         subject: &Subject,
         needs: &[Need],
         test: fn(&Self) -> O,
@@ -82,22 +86,37 @@ impl Case {
         let (registry, selector) = (Arc::default(), Arc::new(DefaultPathSelector::new()));
         let open = DomainAttr { mr_mode: attr.required_mr_mode, ..DomainAttr::default() };
         let domain = Domain::open(&*subject.provider, registry, selector, open);
-        let features = Features::of(domain.expect("open a domain").provider_domain());
-        let mut outcome = None;
+        let domain = domain.expect("open a domain");
+        let features = Features::of(domain.provider_domain());
+        let windows = domain.provider_domain().windows();
+        let window_types = windows.map_or_else(Vec::new, |windows| windows.window_types().to_vec());
+        drop(domain);
+        let (mut outcome, mut skipped) = (None, Vec::new());
         for memory in TestMemory::ALL {
             let (provider, control) = (Arc::clone(&subject.provider), subject.control.clone());
-            let case = Self { provider, attr: attr.clone(), features, memory, control };
+            let (attr, window_types) = (attr.clone(), window_types.clone());
+            let case = Self { provider, attr, features, window_types, memory, control };
             let own = [case.unreachable()].into_iter().flatten();
             let unmet = needs.iter().filter(|need| !(need.met)(&case)).map(|need| need.reason);
             let shown = match own.chain(unmet).next() {
                 Some(reason) => skip(reason),
-                None => labeled(&memory, || test(&case).into_outcome()),
+                None => {
+                    let shown = labeled(&memory, || test(&case).into_outcome());
+                    if let Err(Skipped(reason)) = &shown {
+                        skipped.push(format!("{behaviour}: not tested with {memory}: {reason}"));
+                    }
+                    shown
+                }
             };
             if !matches!(outcome, Some(Ok(()))) && (shown.is_ok() || outcome.is_none()) {
                 outcome = Some(shown);
             }
         }
-        outcome.expect("a case")
+        let outcome = outcome.expect("a case");
+        if outcome.is_ok() {
+            skipped.iter().for_each(|skipped| eprintln!("{skipped}"));
+        }
+        outcome
     }
 
     /// Returns the reason why peers cannot reach the memory, if they cannot.
@@ -148,16 +167,14 @@ impl Case {
         self.control.as_ref().is_some_and(|control| control.tells_reasons())
     }
 
-    /// Asserts that an access failed with an error of kind `expected`. Accepts every kind of access
-    /// error if the NIC does not tell reasons.
+    /// Asserts that an access failed with an error of kind `expected`. Also accepts every kind of
+    /// access error if the NIC does not tell reasons.
     #[track_caller]
     pub(super) fn assert_refused<T>(&self, result: Result<T>, expected: ErrorKind, what: &str) {
         let error = result.err().unwrap_or_else(|| panic!("{what} succeeded"));
-        if self.tells_reasons() {
-            assert_eq!(error.kind(), expected, "{what}: {error}");
-        } else {
-            assert!(is_access_error(&error), "{what}: {error}");
-        }
+        let accepted =
+            error.kind() == expected || (!self.tells_reasons() && is_access_error(&error));
+        assert!(accepted, "{what}: the kind must be {expected:?}: {error}");
     }
 }
 
@@ -174,7 +191,7 @@ fn is_access_error(error: &Error) -> bool {
 /// Properties of cases, which the lists of behaviours name. A behaviour is tested only in cases
 /// that have all of its properties.
 pub(super) mod needs {
-    use super::{Case, Features, MrMode, Need, TestMemory};
+    use super::{Case, Features, MrMode, Need, TestMemory, WindowType};
 
     fn has(case: &Case, feature: Features) -> bool {
         case.features.contains(feature)
@@ -254,6 +271,18 @@ pub(super) mod needs {
             has(case, Features::WINDOWS)
                 && !case.has(MrMode::RAW)
                 && (case.is_host() || case.control.is_some())
+        });
+    pub(in super::super) const TYPE_1: Need = need("the NIC has no windows of type 1", |case| {
+        case.window_types.contains(&WindowType::One)
+    });
+    pub(in super::super) const TYPE_2: Need =
+        need("the NIC lacks windows of type 2A or 2B", |case| {
+            [WindowType::TwoA, WindowType::TwoB].iter().all(|kind| case.window_types.contains(kind))
+        });
+    /// A NIC with every mechanism of grants. In RAW mode the windows are not used.
+    pub(in super::super) const EVERY_MECHANISM: Need =
+        need("the NIC lacks sub-regions or a type of windows", |case| {
+            has(case, Features::SUB_REGIONS) && (TYPE_1.met)(case) && (TYPE_2.met)(case)
         });
     /// A NIC that grants parts of this memory, by windows or by sub-regions.
     pub(in super::super) const GRANTS: Need =

@@ -1,7 +1,7 @@
 //! Behaviours of completions: waiting, the file descriptor of a queue, and immediate data.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -9,7 +9,7 @@ use std::{
 use hmem_core::{
     Access, ErrorKind, Result,
     provider::{CompletionChannel, CompletionQueue, EndpointAttr},
-    transfer::{CompletionKind, Operation},
+    transfer::{Completion, CompletionKind, Operation},
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -24,6 +24,25 @@ const NO_CHANNEL: &str = "the queues of this provider have no completion channel
 
 /// Timeout of a wait that must succeed.
 const LONG: Duration = Duration::from_secs(60);
+
+/// Waits for up to `max` completions without a timeout. Panics if the wait does not return, so that
+/// the test fails instead of hanging.
+pub(super) fn wait_without_timeout(
+    cq: &Arc<dyn CompletionQueue>,
+    max: usize,
+) -> Result<Vec<Completion>> {
+    let (cq, (answer, answered)) = (Arc::clone(cq), mpsc::channel());
+    thread::spawn(move || {
+        let mut done = Vec::new();
+        let waited = cq.wait(&mut done, max, Duration::MAX);
+        // Fails if the test has stopped waiting.
+        let _ = answer.send(waited.map(|count| {
+            assert_eq!(count, done.len());
+            done
+        }));
+    });
+    answered.recv_timeout(LONG).expect("the wait returns")
+}
 
 pub(super) fn queue_of_another_domain_is_refused(case: &Case) {
     let link = CaseLink::open(case);
@@ -48,12 +67,15 @@ pub(super) fn wait_ends_with_a_completion_or_its_timeout(case: &Case) {
     let region = link.expose(target.range(), REMOTE);
     let (key, local) = (link.key(&region), link.local(64, LOCAL));
     let cq = &link.initiator.cq;
-    let mut done = Vec::new();
-    let mut wait = |max, timeout| {
-        let before = Instant::now();
-        let count = cq.wait(&mut done, max, timeout).expect("wait");
-        assert_eq!(count, done.len());
-        let ended = done.drain(..).map(|ended| {
+    let wait = |max, timeout| {
+        let (before, mut done) = (Instant::now(), Vec::new());
+        if timeout == Duration::MAX {
+            done = wait_without_timeout(cq, max).expect("wait");
+        } else {
+            let count = cq.wait(&mut done, max, timeout).expect("wait");
+            assert_eq!(count, done.len());
+        }
+        let ended = done.into_iter().map(|ended| {
             ended.result.expect("write");
             ended.context
         });
@@ -188,7 +210,10 @@ fn close(side: LinkSide) -> Arc<dyn CompletionQueue> {
 }
 
 pub(super) fn wait_ends_when_the_domain_closes(case: &Case) -> Outcome {
-    let wait = |cq: &dyn CompletionQueue, timeout| cq.wait(&mut Vec::new(), 1, timeout);
+    let wait = |cq: &Arc<dyn CompletionQueue>, timeout| match timeout {
+        Duration::MAX => wait_without_timeout(cq, 1).map(|done| done.len()),
+        timeout => cq.wait(&mut Vec::new(), 1, timeout),
+    };
     let refused = |result: Result<usize>| {
         let error = result.expect_err("the domain is closed");
         assert_kind(&error, ErrorKind::BadState, "a wait for a queue of a closed domain");
@@ -196,16 +221,16 @@ pub(super) fn wait_ends_when_the_domain_closes(case: &Case) -> Outcome {
     };
     let [_initiator, target] = CaseLink::open(case).into_sides();
     let cq = close(target);
-    if case.control.is_none() && wait(&*cq, Duration::ZERO).is_ok() {
+    if case.control.is_none() && wait(&cq, Duration::ZERO).is_ok() {
         return skip("the queues of this provider do not detect that their domain is closed");
     }
     for timeout in [Duration::ZERO, Duration::from_millis(1), Duration::MAX] {
-        refused(wait(&*cq, timeout));
+        refused(wait(&cq, timeout));
     }
     let [_initiator, target] = CaseLink::open(case).into_sides();
     let cq = Arc::clone(&target.cq);
     thread::scope(|scope| {
-        let sleeper = scope.spawn(|| wait(&*cq, LONG));
+        let sleeper = scope.spawn(|| wait(&cq, LONG));
         close(target);
         refused(sleeper.join().expect("the sleeper"));
     });

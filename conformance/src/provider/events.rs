@@ -7,11 +7,11 @@ use hmem_core::{
     transfer::{AtomicOp, AtomicType, Operation, RemoteSegment},
 };
 
-use super::{
-    case::Case,
-    link::{CaseLink, Setup},
+use super::{case::Case, link::CaseLink};
+use crate::{
+    bytes::assert_bytes,
+    link::{LOCAL, REMOTE, mr_attr, remote},
 };
-use crate::link::{LOCAL, REMOTE, mr_attr, remote};
 
 pub(super) fn counter_counts_each_remote_write_and_atomic_once(case: &Case) {
     let link = CaseLink::open(case);
@@ -96,14 +96,10 @@ pub(super) fn every_counter_of_a_region_counts_each_write_and_atomic_once(case: 
 }
 
 pub(super) fn endpoint_without_rma_event_is_refused(case: &Case) {
-    let mut setup = Setup::of(case);
-    setup.rma_event = false;
-    let link = setup.open();
+    let link = CaseLink::without_rma_event(case);
     let memory = link.filled(&[3; 64]);
     let (region, counter) = link.counted(memory.range(), REMOTE);
-    let written = link.push(&link.key(&region), 0, &[1]);
-    case.assert_refused(written, ErrorKind::AccessDenied, "a write without RMA_EVENT");
-    assert_eq!((memory.all(), counter.value()), (vec![3; 64], 0));
+    link.assert_needs_rma_event(&link.key(&region), &memory, &counter);
     let plain = link.expose(memory.range(), REMOTE);
     link.assert_works(&link.key(&plain));
 }
@@ -113,8 +109,15 @@ pub(super) fn refreshed_region_still_works(case: &Case) {
     let memory = link.bytes(8192);
     let region = link.expose(memory.range(), REMOTE);
     let key = link.key(&region);
-    region.refresh(&[]).expect("refresh all");
-    link.assert_works(&key);
-    region.refresh(&[memory.part(0, 4096)]).expect("refresh a part");
-    link.assert_works(&key);
+    for part in [&[][..], &[memory.part(0, 4096)]] {
+        // A test cannot replace the pages of device memory.
+        if case.is_host() {
+            memory.pages().replace_pages();
+            memory.put(0, &[0; 8192]);
+        }
+        region.refresh(part).expect("refresh");
+        link.assert_works(&key);
+        let what = format!("the first page after a refresh of {part:?}");
+        assert_bytes(&memory.get(0, 19), &link.pull(&key, 0, 19).expect("read"), &what);
+    }
 }

@@ -11,7 +11,9 @@ use std::{
 
 use hmem_core::{
     Access, Domain, ErrorKind, MrFlags, MrMode, Result,
-    provider::{DomainRequest, Features, LiveObjects, Provider, ProviderAttr, ProviderDomain},
+    provider::{
+        DomainRequest, Features, LiveObjects, Provider, ProviderAttr, ProviderDomain, WindowType,
+    },
     transfer::{Operation, WorkRequest},
 };
 
@@ -78,7 +80,7 @@ fn objects(case: &Case) -> Vec<Option<Box<dyn Any>>> {
     let LinkSide { endpoint, domain, .. } = &target;
     let memory = Bytes::Host(HostPages::new(4096));
     memory.put(0, &[0; 4096]);
-    let windows = case.features.contains(Features::WINDOWS);
+    let windows = case.window_types.contains(&WindowType::One);
     let mut access = REMOTE | LOCAL;
     access.set(Access::MW_BIND, windows);
     let ranges = [memory.range()];
@@ -143,8 +145,8 @@ pub(super) fn close_of_a_domain_counts_its_live_objects(case: &Case) {
     let memory = link.bytes(64);
     let region = link.expose(memory.range(), REMOTE);
     let window = case
-        .features
-        .contains(Features::WINDOWS)
+        .window_types
+        .contains(&WindowType::One)
         .then(|| link.target.domain.alloc_type_1_window().expect("window"));
     let windows = if window.is_some() { "1" } else { "0" };
     let close = |domain: Domain, expected: [&str; 3]| -> Domain {

@@ -18,8 +18,9 @@ use hmem_p2p::path::DefaultPathSelector;
 
 use super::case::{Case, TestMemory};
 use crate::{
+    bytes::assert_bytes,
     control::Call,
-    link::{Link, LinkSide, REMOTE, mr_attr},
+    link::{Bytes, Link, LinkSide, REMOTE, mr_attr},
     trial::{Outcome, skip},
 };
 
@@ -179,6 +180,42 @@ impl CaseLink {
                 Ok(())
             }
         }
+    }
+
+    /// Asserts that a revoked key gives no access, and that refused accesses leave the memory as it
+    /// is.
+    #[track_caller]
+    pub(super) fn assert_revoked(&self, key: &RemoteKey, memory: &Bytes) {
+        let before = memory.all();
+        self.assert_dead(key, 0, ErrorKind::InvalidKey, "an access with a revoked key");
+        assert_bytes(&memory.all(), &before, "memory after refused accesses");
+    }
+
+    /// Opens a link of domains with the authorization key `ours`. The endpoint of the initiator has
+    /// the key `initiators`.
+    pub(super) fn with_auth_keys(case: &Case, ours: &AuthKey, initiators: &AuthKey) -> Self {
+        let mut setup = Setup::of(case);
+        (setup.target.auth_key, setup.initiator.auth_key) = (ours.clone(), ours.clone());
+        setup.initiator_key = Some(initiators.clone());
+        setup.open()
+    }
+
+    /// Opens a link whose target has an endpoint without the capability RMA_EVENT.
+    pub(super) fn without_rma_event(case: &Case) -> Self {
+        let mut setup = Setup::of(case);
+        setup.rma_event = false;
+        setup.open()
+    }
+
+    /// Asserts that a write with the key of a counted region or window is refused, changes no byte
+    /// and is not counted, because the target's endpoint lacks RMA_EVENT.
+    #[track_caller]
+    pub(super) fn assert_needs_rma_event(&self, key: &RemoteKey, memory: &Bytes, of: &Counter) {
+        let before = memory.all();
+        let written = self.push(key, 0, &[1]);
+        self.case.assert_refused(written, ErrorKind::AccessDenied, "a write without RMA_EVENT");
+        assert_bytes(&memory.all(), &before, "memory after a write without RMA_EVENT");
+        assert_eq!(of.value(), 0, "a refused write was counted");
     }
 
     /// Asserts that the key gives no access: a write and a read of the byte at `offset` are

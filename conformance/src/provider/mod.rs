@@ -177,7 +177,7 @@ behaviours! {
     sub_regions_grant_writes_and_atomics_separately, ATOMICS, SUB_REGIONS;
     /// Requirements MR-09 and MW-05: a window can grant writes without atomics, or atomics without
     /// writes. It can grant neither on a region that the NIC may not write.
-    windows_grant_writes_and_atomics_separately, ATOMICS, WINDOWS;
+    windows_grant_writes_and_atomics_separately, ATOMICS, WINDOWS, TYPE_1;
     /// Requirement MR-09: an access that includes a byte before or after the region fails and moves
     /// no byte.
     one_byte_past_either_end_is_refused;
@@ -203,9 +203,8 @@ behaviours! {
     /// reconnected.
     reconnect_recovers_both_sides_of_a_refused_access;
     /// Requirement MR-06: the close of a region with an open counter fails with Busy, and the
-    /// region still works and counts.
-    region_with_a_counter_is_busy_and_still_works, COUNTERS;
-    /// Requirement MR-06: a region can be closed once all of its counters are closed, in any order.
+    /// region still works and counts. It can be closed once all of its counters are closed, in any
+    /// order.
     region_closes_after_the_last_of_its_counters, COUNTERS;
     /// Requirement MR-06: in ENDPOINT mode, a region can be closed before its endpoint, which still
     /// serves other regions.
@@ -351,52 +350,53 @@ behaviours! {
     /// window that exceeds its region in range or rights.
     window_bound_past_the_domain_gets_no_more_than_its_region, WINDOWS;
     /// Requirement MW-01: each bind gives a type 1 window a new key, and ends the old key.
-    type_1_window_changes_its_key_at_each_bind, WINDOWS, CONTROL;
+    type_1_window_changes_its_key_at_each_bind, WINDOWS, TYPE_1, CONTROL;
     /// Requirement MW-01: a bind of a type 1 window to zero bytes fails with ZeroLength, and the
     /// window stays bound.
-    type_1_window_refuses_an_empty_range, WINDOWS, CONTROL;
+    type_1_window_refuses_an_empty_range, WINDOWS, TYPE_1, CONTROL;
     /// Requirement MW-02: a posted request binds a type 2 window. The tag in the request is the low
     /// 8 bits of the key. A bound window must be invalidated before the next bind.
-    type_2_window_binds_by_a_request_with_a_tag, WINDOWS, CONTROL;
+    type_2_window_binds_by_a_request_with_a_tag, WINDOWS, TYPE_2, CONTROL;
     /// Requirement MW-03: peers reach a type 2A window only through the queue pair that bound it.
     /// That queue pair cannot be closed while the window is bound.
-    type_2a_window_is_reached_through_its_queue_pair_only, WINDOWS, CONTROL, UNBOUND;
+    type_2a_window_is_reached_through_its_queue_pair_only, WINDOWS, TYPE_2, CONTROL, UNBOUND;
     /// Requirement MW-03: a queue pair can be closed while a type 2B window is bound through it.
     /// The window is then free, and can be bound through another queue pair.
-    type_2b_window_does_not_keep_its_queue_pair_open, WINDOWS, CONTROL, UNBOUND;
+    type_2b_window_does_not_keep_its_queue_pair_open, WINDOWS, TYPE_2, CONTROL, UNBOUND;
     /// Requirement MW-04: an invalidation ends the key of a type 2 window. The window is then free,
     /// and can be bound again.
-    invalidation_ends_the_key_but_not_the_window, WINDOWS, CONTROL;
+    invalidation_ends_the_key_but_not_the_window, WINDOWS, TYPE_2, CONTROL;
     /// Requirements MW-04 and MW-10: a message from a peer can invalidate the key of a type 2
     /// window. The completion of the receive names the key.
-    peer_invalidates_a_window_by_a_message, WINDOWS, CONTROL;
+    peer_invalidates_a_window_by_a_message, WINDOWS, TYPE_2, CONTROL;
     /// Requirements MW-04 and MW-10: a message from a peer cannot invalidate a type 1 window, which
     /// stays bound.
-    peer_does_not_invalidate_a_type_1_window, WINDOWS, CONTROL;
+    peer_does_not_invalidate_a_type_1_window, WINDOWS, TYPE_1, CONTROL;
     /// Requirements MW-04 and MW-10: a message from a peer can invalidate a type 2 window only
     /// through the queue pair that bound the window.
-    peer_invalidates_through_the_queue_pair_of_the_window_only, WINDOWS, CONTROL;
+    peer_invalidates_through_the_queue_pair_of_the_window_only, WINDOWS, TYPE_2, CONTROL;
     /// Requirement MW-05: a window may grant rights that its region does not grant to peers. It may
     /// grant writes only if the NIC may write the region.
-    windows_have_their_own_rights, WINDOWS, CONTROL;
+    windows_have_their_own_rights, WINDOWS, TYPE_1, CONTROL;
     /// Requirement MW-06: windows of one region may overlap. The region cannot be closed while one
     /// of them is bound.
-    windows_may_overlap_and_keep_their_region_open, WINDOWS, CONTROL;
+    windows_may_overlap_and_keep_their_region_open, WINDOWS, TYPE_1, TYPE_2, CONTROL;
     /// Requirement MW-07: a bind fails if the window leaves its region, or if the region lacks
     /// MW_BIND or belongs to another domain.
-    window_outside_its_region_or_domain_is_refused, WINDOWS, CONTROL;
+    window_outside_its_region_or_domain_is_refused, WINDOWS, TYPE_1, TYPE_2, CONTROL;
     /// Requirement MW-07: the error of a refused bind names the public call, the rule and the
     /// values of the bind.
-    refused_bind_names_its_call_and_its_values, WINDOWS, CONTROL;
+    refused_bind_names_its_call_and_its_values, WINDOWS, TYPE_1, TYPE_2, CONTROL;
     /// Requirement MW-08: binding a window registers no memory, exports none, and does not call the
     /// iface.
-    binding_registers_and_exports_nothing, WINDOWS, CONTROL;
+    binding_registers_and_exports_nothing, WINDOWS, TYPE_1, TYPE_2, CONTROL;
     /// Requirement KEY-08: peers reach a window only with the authorization key of the window's
     /// region.
     window_is_reached_with_the_auth_key_of_its_region_only, WINDOWS, CONTROL;
     /// Requirement KEY-08: in ENDPOINT mode, peers reach a window only through the endpoint that
     /// the window's region is bound to.
-    window_is_reached_through_the_endpoint_of_its_region_only, WINDOWS, CONTROL, ENDPOINT_MODE;
+    window_is_reached_through_the_endpoint_of_its_region_only, TYPE_1, WINDOWS, CONTROL,
+        ENDPOINT_MODE;
     /// Requirement KEY-08: a write through a window on a region with a counter fails if the
     /// target's endpoint lacks the capability RMA_EVENT.
     window_on_a_counted_region_needs_rma_event, WINDOWS, CONTROL, COUNTERS;
@@ -414,10 +414,10 @@ behaviours! {
     peer_revokes_its_grant_by_a_message, GRANTS, WINDOWS;
     /// Requirement MW-09: a grant uses the best window type that the NIC supports, or else a
     /// sub-region, and names it. It keeps the reasons against better ones, and registers no pages.
-    grant_uses_the_best_mechanism_and_says_why, GRANTS, CONTROL;
+    grant_uses_the_best_mechanism_and_says_why, EVERY_MECHANISM, CONTROL;
     /// Requirement MW-09: if neither windows nor sub-regions work, the error of the grant has the
     /// reasons against each.
-    grant_that_no_mechanism_gives_has_every_reason, GRANTS, CONTROL;
+    grant_that_no_mechanism_gives_has_every_reason, EVERY_MECHANISM, CONTROL;
     /// Requirement MW-09: a failed bind or invalidation of a grant leaves no window behind.
     failed_grant_leaves_no_window, WINDOWS, CONTROL;
     /// Requirement MW-09: the end of a grant waits for an access in flight.

@@ -60,6 +60,7 @@ pub(super) fn transfers_in_flight_leave_a_closed_region_alone(case: &Case) {
             let result = link.initiator.endpoint.write(&[slice], &to, link.peer, 1);
             posted += u64::from(result.is_ok());
         }
+        assert!(posted > 0, "no write was posted");
         let mut bytes = region.close().expect("close");
         bytes.fill(0x11);
         for _ in 0..posted {

@@ -13,7 +13,7 @@ use hmem_iface_system::DeviceCall;
 
 use super::{
     case::Case,
-    link::{CaseLink, Setup},
+    link::CaseLink,
     regions::{assert_busy, assert_busy_past_the_domain},
 };
 use crate::link::{Exposed, LOCAL, REMOTE, mr_attr, open_endpoint};
@@ -200,11 +200,7 @@ pub(super) fn sub_regions_pin_and_register_no_pages(case: &Case) {
 pub(super) fn sub_region_is_reached_with_its_own_auth_key_only(case: &Case) {
     let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
     for initiators in [&ours, &theirs] {
-        let mut setup = Setup::of(case);
-        setup.target.auth_key = ours.clone();
-        setup.initiator.auth_key = ours.clone();
-        setup.initiator_key = Some(initiators.clone());
-        let link = setup.open();
+        let link = CaseLink::with_auth_keys(case, &ours, initiators);
         let memory = link.filled(&[3; 64]);
         let all = [memory.range()];
         let expose = |attr: MrAttr<'_>| link.try_expose(&attr, MrFlags::empty()).expect("register");
@@ -264,14 +260,10 @@ fn counted_sub(link: &CaseLink, range: AddressRange) -> (Exposed, MemoryRegion, 
 }
 
 pub(super) fn counted_sub_region_needs_rma_event(case: &Case) {
-    let mut setup = Setup::of(case);
-    setup.rma_event = false;
-    let link = setup.open();
+    let link = CaseLink::without_rma_event(case);
     let memory = link.filled(&[3; 64]);
     let (base, sub, counter) = counted_sub(&link, memory.range());
-    let written = link.push(&link.key(&sub), 0, &[1]);
-    case.assert_refused(written, ErrorKind::AccessDenied, "an access that cannot be counted");
-    assert_eq!((memory.all(), counter.value()), (vec![3; 64], 0));
+    link.assert_needs_rma_event(&link.key(&sub), &memory, &counter);
     link.assert_works(&link.key(&base));
 }
 

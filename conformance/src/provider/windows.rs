@@ -1,6 +1,6 @@
 //! Memory windows (InfiniBand 10.6.7).
 
-use std::{any::Any, mem, ops::Deref, sync::Arc};
+use std::{mem, ops::Deref, sync::Arc};
 
 use hmem_core::{
     Access, Addressing, AuthKey, Endpoint, Error, ErrorKind, Iova, MemoryRegion, MrFlags,
@@ -8,12 +8,12 @@ use hmem_core::{
     counter::Counter,
     fabric::MrAttr,
     provider::{CompletionQueue, EndpointAttr, WindowBind, WindowState, WindowType},
-    transfer::{Completion, CompletionKind, Operation, PeerId},
+    transfer::{CompletionKind, Operation, PeerId},
 };
 
 use super::{
     case::Case,
-    link::{CaseLink, Setup},
+    link::CaseLink,
     regions::{assert_busy, assert_busy_past_the_domain},
     revocations::revoke,
 };
@@ -53,9 +53,7 @@ impl Window {
             Self::Two(window) => {
                 let addressing = Addressing::Virtual;
                 let bind = Type2Bind { region, offset, len, access: REMOTE, addressing, tag: 7 };
-                let key = window.post_bind(&link.target.endpoint, &bind, 5);
-                link.received().result.expect("bind");
-                key.expect("post a bind")
+                bind_2(link, window, &bind).expect("bind")
             }
         }
     }
@@ -63,13 +61,25 @@ impl Window {
     fn unbind(&self, link: &CaseLink) {
         match self {
             Self::One(window) => window.unbind().expect("unbind"),
-            Self::Two(window) => {
-                let posted = window.post_invalidate(&link.target.endpoint, 6);
-                posted.expect("post an invalidation");
-                link.received().result.expect("invalidate");
-            }
+            Self::Two(window) => invalidate(link, window).expect("invalidate"),
         }
     }
+}
+
+/// Posts the bind of a type 2 window on the target's endpoint and waits for its completion.
+fn bind_2(link: &CaseLink, window: &Type2Window, bind: &Type2Bind<'_>) -> Result<RemoteKey> {
+    let key = window.post_bind(&link.target.endpoint, bind, 77)?;
+    let completion = link.received();
+    assert_eq!((completion.context, completion.kind), (77, CompletionKind::BindWindow));
+    completion.result.map(|_| key)
+}
+
+/// Posts the invalidation of a type 2 window and waits for its completion.
+fn invalidate(link: &CaseLink, window: &Type2Window) -> Result<()> {
+    window.post_invalidate(&link.target.endpoint, 78)?;
+    let completion = link.received();
+    assert_eq!((completion.context, completion.kind), (78, CompletionKind::InvalidateWindow));
+    completion.result.map(drop)
 }
 
 pub(super) fn window_is_reached_until_it_is_invalidated(case: &Case) {
@@ -212,7 +222,6 @@ impl<R: Deref<Target = MemoryRegion>> Fixture<R> {
         self.link.target.domain.alloc_type_2_window(kind).expect("allocate a window")
     }
 
-    /// Posts the bind of a type 2 window on the target's endpoint and waits for its completion.
     fn bind_2(
         &self,
         window: &Type2Window,
@@ -222,28 +231,16 @@ impl<R: Deref<Target = MemoryRegion>> Fixture<R> {
         tag: u8,
     ) -> Result<RemoteKey> {
         let bind = Type2Bind { region: &self.region, offset, len, access, addressing, tag };
-        let key = window.post_bind(&self.link.target.endpoint, &bind, 77)?;
-        let completion = self.target_completion();
-        assert_eq!((completion.context, completion.kind), (77, CompletionKind::BindWindow));
-        completion.result.map(|_| key)
+        bind_2(&self.link, window, &bind)
     }
 
     fn invalidate(&self, window: &Type2Window) -> Result<()> {
-        window.post_invalidate(&self.link.target.endpoint, 78)?;
-        let completion = self.target_completion();
-        assert_eq!((completion.context, completion.kind), (78, CompletionKind::InvalidateWindow));
-        completion.result.map(|_| ())
+        invalidate(&self.link, window)
     }
 
-    fn target_completion(&self) -> Completion {
-        self.link.received()
-    }
-
-    /// Asserts that peers can neither read nor write with a key.
+    #[track_caller]
     fn assert_dead(&self, key: &RemoteKey) {
-        let before = self.memory.all();
-        self.link.assert_dead(key, 0, ErrorKind::InvalidKey, "an access by a revoked key");
-        assert_eq!(self.memory.all(), before);
+        self.link.assert_revoked(key, &self.memory);
     }
 
     fn other_endpoint(&self) -> (Endpoint, Arc<dyn CompletionQueue>, PeerId) {
@@ -283,7 +280,8 @@ pub(super) fn type_1_window_changes_its_key_at_each_bind(case: &Case) {
     f.link.push(&first, 0, b"windowed").expect("write");
     assert_eq!(f.memory.get(1000, 8), b"windowed");
     for (offset, len) in [(100, 1), (99, 2), (u64::MAX, 1)] {
-        assert_eq!(f.link.pull(&first, offset, len).unwrap_err().kind(), ErrorKind::OutOfBounds);
+        let outside = f.link.pull(&first, offset, len);
+        case.assert_refused(outside, ErrorKind::OutOfBounds, "a read outside the window");
     }
     let second = window.bind(&f.region, 2000, 10, REMOTE).expect("bind again");
     assert_ne!(first.as_u64().unwrap(), second.as_u64().unwrap(), "the key did not change");
@@ -424,7 +422,7 @@ pub(super) fn peer_invalidates_a_window_by_a_message(case: &Case) {
     f.link.target.receive(into, 5).expect("post");
     let send = Operation::Send { tag: None, invalidate: Some(&key) };
     f.link.transfer(send, &[message.segment(0, 16)]).expect("send");
-    let received = f.target_completion();
+    let received = f.link.received();
     assert_eq!(received.result.expect("receive"), 16);
     assert_eq!((received.invalidated, received.data), (Some(number), None), "the key is named");
     f.assert_dead(&key);
@@ -434,7 +432,7 @@ pub(super) fn peer_invalidates_a_window_by_a_message(case: &Case) {
     // posted after the message reports the invalidated key too.
     send_invalidating(&f, &key).expect("invalidate a free window");
     f.link.target.receive(into, 6).expect("post");
-    assert_eq!(f.target_completion().invalidated, Some(number));
+    assert_eq!(f.link.received().invalidated, Some(number));
     let second =
         f.bind_2(&window, (0, 8), REMOTE, Addressing::ZeroBased, 9).expect("the window stays");
     f.link.pull(&second, 0, 8).expect("read");
@@ -450,8 +448,8 @@ pub(super) fn peer_does_not_invalidate_a_type_1_window(case: &Case) {
     let f = fixture(case);
     let window = f.type_1();
     let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
-    let error = send_invalidating(&f, &key).expect_err("a peer invalidated a type 1 window");
-    assert_eq!(error.kind(), ErrorKind::BadState, "{error}");
+    let sent = send_invalidating(&f, &key);
+    case.assert_refused(sent, ErrorKind::BadState, "an invalidation of a type 1 window by a peer");
     f.link.push(&key, 0, b"alive").expect("the refused invalidation changed nothing");
     assert_eq!(f.link.pull(&key, 0, 5).expect("read"), b"alive");
     let rejected = f.region.close().expect_err("the window is still bound");
@@ -465,9 +463,9 @@ pub(super) fn peer_invalidates_through_the_queue_pair_of_the_window_only(case: &
         let window = f.type_2(kind);
         let key = f.bind_2(&window, (0, 64), REMOTE, Addressing::ZeroBased, 7).expect("bind");
         let own = mem::replace(&mut f.link.peer, foreign);
-        let error = send_invalidating(&f, &key)
-            .expect_err("a window was invalidated through a foreign queue pair");
-        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+        let sent = send_invalidating(&f, &key);
+        let what = "an invalidation through a foreign queue pair";
+        case.assert_refused(sent, ErrorKind::AccessDenied, what);
         f.link.peer = own;
         assert_eq!(f.link.pull(&key, 0, 64).expect("it is still bound").len(), 64);
         send_invalidating(&f, &key).expect("through the queue pair that it was bound with");
@@ -487,13 +485,12 @@ pub(super) fn windows_have_their_own_rights(case: &Case) {
     // grant REMOTE_WRITE.
     f.link.push(&writes.1, 0, b"granted").expect("write");
     assert_eq!(f.memory.get(0, 7), b"granted");
-    assert_eq!(f.link.pull(&writes.1, 0, 1).unwrap_err().kind(), ErrorKind::AccessDenied);
-    assert_eq!(f.link.push(&reads.1, 0, &[1]).unwrap_err().kind(), ErrorKind::AccessDenied);
-    assert_eq!(
-        f.link.push(&base, 0, &[1]).unwrap_err().kind(),
-        ErrorKind::AccessDenied,
-        "the window widened its region"
-    );
+    let denied = |result: Result<()>, what: &str| {
+        case.assert_refused(result, ErrorKind::AccessDenied, what);
+    };
+    denied(f.link.pull(&writes.1, 0, 1).map(drop), "a read through a window for writes");
+    denied(f.link.push(&reads.1, 0, &[1]).map(drop), "a write through a window for reads");
+    denied(f.link.push(&base, 0, &[1]).map(drop), "a write past a window for writes");
     assert_eq!(f.link.pull(&reads.1, 0, 7).expect("read"), b"granted");
     // A window gives access to memory that its region's own key does not reach.
     let sealed = f.link.expose(f.memory.part(0, 64), LOCAL | Access::MW_BIND);
@@ -527,8 +524,7 @@ pub(super) fn windows_may_overlap_and_keep_their_region_open(case: &Case) {
     one.unbind().expect("unbind");
     let rejected = rejected.value.close().expect_err("closed under one window");
     assert_eq!(f.link.pull(&second, 0, 12).expect("it still works"), b"seen by both");
-    two.post_invalidate(&f.link.target.endpoint, 78).expect("invalidate");
-    f.link.received().result.expect("invalidated");
+    invalidate(&f.link, &two).expect("invalidate");
     rejected.value.close().expect("nothing is bound");
     assert_eq!((f.link.live().regions, f.link.live().windows), (0, 2));
 }
@@ -626,30 +622,20 @@ pub(super) fn binding_registers_and_exports_nothing(case: &Case) {
     assert_eq!(calls(), calls_before, "binding called the device's iface");
 }
 
-/// Binds a 64-byte window of type 1 and one of type 2B to `region`. Returns each window with its
-/// key.
-fn windows_on<R: Deref<Target = MemoryRegion>>(
-    f: &Fixture<R>,
-    region: &MemoryRegion,
-) -> [(Box<dyn Any>, RemoteKey); 2] {
-    let one = f.type_1();
-    let one_key = one.bind(region, 0, 64, REMOTE).expect("bind");
-    let two = f.type_2(Type2Kind::B);
-    let addressing = Addressing::ZeroBased;
-    let bind = Type2Bind { region, offset: 0, len: 64, access: REMOTE, addressing, tag: 5 };
-    let two_key = two.post_bind(&f.link.target.endpoint, &bind, 77).expect("post a bind");
-    f.target_completion().result.expect("bind");
-    [(Box::new(one), one_key), (Box::new(two), two_key)]
+/// Binds a 64-byte window of each type of the NIC to `region`. Returns each window with its key.
+fn windows_on(link: &CaseLink, region: &MemoryRegion) -> Vec<(Window, RemoteKey)> {
+    let bound = |kind| {
+        let window = Window::alloc(link, kind);
+        let key = window.bind(link, region, (0, 64));
+        (window, key)
+    };
+    window_types(link).into_iter().map(bound).collect()
 }
 
 pub(super) fn window_is_reached_with_the_auth_key_of_its_region_only(case: &Case) {
     let (ours, theirs) = (AuthKey(b"ours".to_vec()), AuthKey(b"theirs".to_vec()));
     for initiators in [&ours, &theirs] {
-        let mut setup = Setup::of(case);
-        setup.target.auth_key = ours.clone();
-        setup.initiator.auth_key = ours.clone();
-        setup.initiator_key = Some(initiators.clone());
-        let link = setup.open();
+        let link = CaseLink::with_auth_keys(case, &ours, initiators);
         let memory = link.filled(&pattern(1, 4096));
         let ranges = [memory.range()];
         let attr = mr_attr(&ranges, LOCAL | Access::REMOTE_READ | Access::MW_BIND);
@@ -660,7 +646,7 @@ pub(super) fn window_is_reached_with_the_auth_key_of_its_region_only(case: &Case
         for (region, reached) in
             [(&*f.region, initiators == &ours), (&guarded, initiators == &theirs)]
         {
-            for (_window, key) in windows_on(&f, region) {
+            for (_window, key) in windows_on(&f.link, region) {
                 f.memory.put(0, &pattern(1, 4096));
                 let written = f.link.push(&key, 0, &[1; 8]);
                 let read = f.link.pull(&key, 0, 8);
@@ -668,8 +654,9 @@ pub(super) fn window_is_reached_with_the_auth_key_of_its_region_only(case: &Case
                     written.expect("write with the region's authorization key");
                     assert_eq!(read.expect("read"), [1; 8]);
                 } else {
-                    for error in [written.map(|_| ()), read.map(|_| ())].map(Result::unwrap_err) {
-                        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+                    for refused in [written.map(drop), read.map(drop)] {
+                        let what = "an access with another authorization key";
+                        case.assert_refused(refused, ErrorKind::AccessDenied, what);
                     }
                     assert_eq!(f.memory.all(), pattern(1, 4096));
                 }
@@ -684,38 +671,31 @@ pub(super) fn window_is_reached_through_the_endpoint_of_its_region_only(case: &C
     let key = window.bind(&f.region, 0, 64, REMOTE).expect("bind");
     let (_other, _cq, foreign) = f.other_endpoint();
     let own = mem::replace(&mut f.link.peer, foreign);
-    for error in [f.link.push(&key, 0, &[1]).map(|_| ()), f.link.pull(&key, 0, 1).map(|_| ())] {
-        let error = error.expect_err("reached through an endpoint that the region is not bound to");
-        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
-    }
+    let what = "an access through an endpoint that the region is not bound to";
+    f.link.assert_dead(&key, 0, ErrorKind::AccessDenied, what);
     assert_eq!(f.memory.all(), pattern(1, 4096));
     f.link.peer = own;
     f.link.push(&key, 0, &[1]).expect("through the region's endpoint");
 }
 
 /// Creates a fixture with a counter of remote writes bound to its region.
-fn counted(case: &Case, rma_event: bool) -> (Fixture<Box<MemoryRegion>>, Arc<Counter>) {
-    let mut setup = Setup::of(case);
-    setup.rma_event = rma_event;
-    let link = setup.open();
+fn counted(link: CaseLink) -> (Fixture<Box<MemoryRegion>>, Arc<Counter>) {
     let memory = link.filled(&pattern(1, 4096));
     let (region, counter) = link.counted(memory.range(), LOCAL | REMOTE | Access::MW_BIND);
     (Fixture { link, memory, region: Box::new(region) }, counter)
 }
 
 pub(super) fn window_on_a_counted_region_needs_rma_event(case: &Case) {
-    let (f, counter) = counted(case, false);
-    for (_window, key) in windows_on(&f, &f.region) {
-        let error = f.link.push(&key, 0, &[1]).expect_err("an access that cannot be counted");
-        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+    let (f, counter) = counted(CaseLink::without_rma_event(case));
+    for (_window, key) in windows_on(&f.link, &f.region) {
+        f.link.assert_needs_rma_event(&key, &f.memory, &counter);
     }
-    assert_eq!((f.memory.all(), counter.value()), (pattern(1, 4096), 0));
 }
 
 pub(super) fn writes_and_atomics_through_a_window_count_once(case: &Case) {
-    let (f, counter) = counted(case, true);
+    let (f, counter) = counted(CaseLink::open(case));
     let mut expected = 0;
-    for (_window, key) in windows_on(&f, &f.region) {
+    for (_window, key) in windows_on(&f.link, &f.region) {
         for _ in 0..3 {
             f.link.push(&key, 0, &[1; 32]).expect("write");
             expected += 1;

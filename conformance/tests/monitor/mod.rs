@@ -27,6 +27,8 @@ pub(crate) enum MonitorFault {
     PartNotWatched,
     /// Fault: the monitor notifies only the latest subscription.
     OneSubscription,
+    /// Fault: the monitor still notifies a subscription that has ended.
+    EndlessSubscription,
 }
 
 /// A monitor that forwards to `monitor`, with one fault.
@@ -121,7 +123,9 @@ impl Monitor for FaultyMonitor {
     ) -> Result<Subscription> {
         match self.fault {
             MonitorFault::NoNotification => Ok(Subscription::unnumbered()),
-            MonitorFault::AlwaysValid => self.monitor.subscribe(range, invalidator),
+            MonitorFault::AlwaysValid | MonitorFault::EndlessSubscription => {
+                self.monitor.subscribe(range, invalidator)
+            }
             MonitorFault::RefusedSubscription => {
                 Err(Error::new(ErrorKind::Unsupported, "subscribe"))
             }
@@ -139,7 +143,7 @@ impl Monitor for FaultyMonitor {
 
     fn unsubscribe(&self, subscription: Subscription) {
         match self.fault {
-            MonitorFault::NoNotification => {}
+            MonitorFault::NoNotification | MonitorFault::EndlessSubscription => {}
             _ => self.monitor.unsubscribe(subscription),
         }
     }
