@@ -48,7 +48,8 @@ pub(super) fn ipc_handle_opens_the_allocation(iface: &Arc<dyn Iface>) -> Outcome
         let opened = ipc.export(buffer.allocation()).and_then(|handle| ipc.open(&handle));
         let opened = match opened {
             Ok(opened) => opened,
-            Err(why) if is_missing(&why) => {
+            // A driver may refuse to open memory in the process that allocated it.
+            Err(why) if is_missing(&why) || why.kind() == ErrorKind::BadState => {
                 refusals.push(format!("{}: {why}", buffer.allocation().kind.name()));
                 continue;
             }

@@ -231,11 +231,16 @@ pub(super) mod needs {
     pub(in super::super) const BY_HAND: Need =
         need("the NIC makes progress of its own", Case::by_hand);
     /// The cases for behaviours that take long. With test control, these are the cases whose NIC
-    /// makes progress by calls and requires no mr_mode bit. Without test control, these are the
-    /// cases with host memory that no region owns.
+    /// makes progress by calls and requires no mr_mode bit, except the case with memory that a
+    /// region owns: the NIC registers it like other host memory. Without test control, these are
+    /// the cases with host memory that no region owns.
     pub(in super::super) const LONG: Need =
         need("five rounds show it in this mode and memory", |case| match case.control {
-            Some(_) => case.by_hand() && case.attr.required_mr_mode.is_empty(),
+            Some(_) => {
+                case.by_hand()
+                    && case.attr.required_mr_mode.is_empty()
+                    && case.memory != TestMemory::OwnedHost
+            }
             None => case.memory == TestMemory::Host,
         });
     pub(in super::super) const PROVIDER_KEYS: Need =
