@@ -478,7 +478,7 @@ impl Endpoint {
     fn end_all(&self, entries: Vec<InFlight>) {
         for entry in entries {
             if let Some(window) = &entry.window {
-                self.domain.windows.forgotten(&self.domain.pd, window.token);
+                self.domain.windows.forgotten(&self.domain.pd, window);
             }
             let ended = self.poster.end(&entry, Err(canceled(entry.kind)), Arrival::default());
             if let Some(completion) = ended {

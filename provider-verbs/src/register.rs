@@ -402,7 +402,16 @@ impl Registrar<'_> {
     fn rereg_parts(&self, rereg: ReregMr, region: &mut Region, access: Access) -> Result<()> {
         let device = &self.pd.device;
         device.check_atomics(access, REREG)?;
-        let flags = access_flags(access, device.rights) | region.options.flags();
+        if access.contains(Access::MW_BIND) && device.window_types.is_empty() {
+            let why = format!("{} has no memory windows", device.nic.name);
+            return Err(self.refuse(ErrorKind::Unsupported, REREG, why));
+        }
+        // The option stays if the application set it apart from the right.
+        let mut options = region.options;
+        if region.access.contains(Access::MW_BIND) || access.contains(Access::MW_BIND) {
+            options.set(VerbsOptions::MW_BIND, access.contains(Access::MW_BIND));
+        }
+        let flags = access_flags(access, device.rights) | options.flags();
         for index in 0..region.parts.len() {
             let Err((error, mut lost)) = self.rereg_part(rereg, &mut region.parts[index], flags)
             else {
@@ -426,7 +435,7 @@ impl Registrar<'_> {
                 error.remedy("register again with the other rights: this region is unchanged")
             });
         }
-        (region.access, region.flags) = (access, flags);
+        (region.access, region.options, region.flags) = (access, options, flags);
         Ok(())
     }
 

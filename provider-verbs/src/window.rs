@@ -257,8 +257,13 @@ impl Windows {
     /// Without this call, rdma_rxe would wait 50 seconds for a bound window when the queue pair is
     /// destroyed.
     pub(super) fn replace(&self, pd: &ProtectionDomain, token: u64) {
-        let mut map = self.map.lock();
-        let Some(window) = map.get_mut(&token) else { return };
+        if let Some(window) = self.map.lock().get_mut(&token) {
+            self.replace_locked(pd, token, window);
+        }
+    }
+
+    /// Replaces a window like [`Self::replace`]. The caller holds the lock of the table.
+    fn replace_locked(&self, pd: &ProtectionDomain, token: u64, window: &mut Window) {
         let mut by_index = self.by_index.lock();
         by_index.remove(&(window.key >> 8));
         if let Err(error) = dealloc(pd, window.mw) {
@@ -289,12 +294,15 @@ impl Windows {
 
     /// Records that the reset or the destruction of a queue pair has dropped a posted bind or
     /// invalidation, and replaces the window ([`Windows::replace`]). The NIC may have executed the
-    /// request or not, so the state of the old window is unknown.
-    pub(super) fn forgotten(&self, pd: &ProtectionDomain, token: u64) {
-        if let Some(window) = self.map.lock().get_mut(&token) {
-            window.ended();
+    /// request or not, so the state of the old window is unknown. Leaves a window that replaced the
+    /// old one alone, because another queue pair may have bound it.
+    pub(super) fn forgotten(&self, pd: &ProtectionDomain, request: &WindowRequest) {
+        let mut map = self.map.lock();
+        let Some(window) = map.get_mut(&request.token) else { return };
+        window.ended();
+        if window.key >> 8 == request.key >> 8 {
+            self.replace_locked(pd, request.token, window);
         }
-        self.replace(pd, token);
     }
 
     pub(super) fn status(&self, window: ProviderWindow) -> Result<WindowStatus> {

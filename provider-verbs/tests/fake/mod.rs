@@ -15,8 +15,8 @@ use hmem_provider_verbs::{
     Verbs,
     sys::{
         AsyncEvent, AtomicCap, CompChannel, Context, Cq, Device, DeviceAttr, DeviceAttrEx,
-        DeviceExInput, ForkStatus, Functions, Gid, IBV_ODP_SUPPORT, Mr, Pd, PortAttr, Qp, QpAttr,
-        QpInitAttr, VERBS_ABI_IS_EXTENDED, VerbsContext,
+        DeviceCaps, DeviceExInput, ForkStatus, Functions, Gid, IBV_ODP_SUPPORT, Mr, Mw, MwType, Pd,
+        PortAttr, Qp, QpAttr, QpInitAttr, VERBS_ABI_IS_EXTENDED, VerbsContext,
     },
 };
 
@@ -62,6 +62,8 @@ pub(crate) struct Script {
     pub(crate) on_demand: bool,
     /// True if devices that are opened later report that they lack atomics.
     pub(crate) no_atomics: bool,
+    /// True if devices that are opened later report memory windows.
+    pub(crate) windows: bool,
     /// Path of the Data Direct function that libmlx5 reports for devices that are opened later, or
     /// the errno of the call. `None` if the devices are not those of mlx5.
     pub(crate) data_direct: Option<Result<&'static CStr, c_int>>,
@@ -140,6 +142,9 @@ pub(crate) fn context(device: *mut Device) -> *mut Context {
     surrounding.context.device = device;
     // No fd, so the provider reads no events.
     surrounding.context.async_fd = -1;
+    if with(|script| script.windows) {
+        surrounding.context.ops.alloc_mw = Some(alloc_mw);
+    }
     if with(|script| script.on_demand) {
         surrounding.context.abi_compat = ptr::without_provenance_mut(VERBS_ABI_IS_EXTENDED);
         surrounding.sz = size_of::<VerbsContext>();
@@ -147,6 +152,12 @@ pub(crate) fn context(device: *mut Device) -> *mut Context {
     }
     let surrounding = Box::into_raw(Box::new(surrounding));
     surrounding.wrapping_byte_add(mem::offset_of!(VerbsContext, context)).cast()
+}
+
+/// Fails: the fake reports windows, and has none.
+unsafe extern "C" fn alloc_mw(_pd: *mut Pd, _kind: MwType) -> *mut Mw {
+    set_errno(12);
+    ptr::null_mut()
 }
 
 unsafe extern "C" fn query_on_demand(
@@ -183,6 +194,9 @@ extern "C" fn query_device(_context: *mut Context, attr: *mut DeviceAttr) -> c_i
     (attr.max_cqe, attr.max_qp_wr, attr.max_sge, attr.atomic_cap) = (1000, 100, 4, atomics());
     if with(|script| script.data_direct.is_some()) {
         attr.vendor_id = 0x2c9;
+    }
+    if with(|script| script.windows) {
+        (attr.max_mw, attr.device_cap_flags) = (1, DeviceCaps::MEM_WINDOW_TYPE_2B.bits());
     }
     0
 }

@@ -24,8 +24,12 @@ use hmem_provider_verbs::{
 };
 
 fn domain(max_mr_size: u64) -> Domain {
+    domain_with(max_mr_size, false)
+}
+
+fn domain_with(max_mr_size: u64, windows: bool) -> Domain {
     let functions = functions();
-    with(|script| script.max_mr_size = max_mr_size);
+    with(|script| (script.max_mr_size, script.windows) = (max_mr_size, windows));
     let verbs = Verbs::builder().functions(functions).build().expect("start");
     let attr = DomainAttr { ordering: WriteOrdering::Relaxed, ..DomainAttr::default() };
     fake::open_as(&verbs, attr)
@@ -128,6 +132,31 @@ fn rereg_refused_for_a_part_restores_the_parts_before_it() {
     let keys = VerbsMr::all_of(&region).expect("keys");
     let pieces: Vec<_> = region.key().expect("key").pieces().map(|piece| piece.key).collect();
     assert_eq!(pieces, keys.iter().map(|key| u64::from(key.rkey)).collect::<Vec<_>>());
+}
+
+/// VRB-01
+#[test]
+fn rereg_sets_and_removes_the_right_to_bind_windows() {
+    let (read, bind) = (Access::REMOTE_READ, Access::REMOTE_READ | Access::MW_BIND);
+    for windows in [false, true] {
+        let domain = domain_with(1 << 40, windows);
+        let verbs = VerbsDomain::of(&domain).expect("verbs");
+        let region = register(&domain, 0x1000);
+        let handle = region.provider_region().expect("handle");
+        // SAFETY: the fake library accesses no memory.
+        let changed = unsafe { verbs.rereg(handle, bind) };
+        let binds = || verbs.flags(handle).expect("flags").contains(AccessFlags::MW_BIND);
+        match changed {
+            Ok(()) => assert!(windows && binds()),
+            Err(error) => {
+                assert!(!windows && !binds(), "{error}");
+                assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            }
+        }
+        // SAFETY: the fake library accesses no memory.
+        unsafe { verbs.rereg(handle, read) }.expect("change the rights");
+        assert!(!binds());
+    }
 }
 
 /// A tracing subscriber that panics at each event.
