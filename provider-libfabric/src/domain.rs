@@ -8,7 +8,7 @@ use std::{
     fmt, mem,
     os::fd::AsRawFd,
     ptr,
-    sync::{Arc, atomic::Ordering},
+    sync::Arc,
 };
 
 use hmem_core::{
@@ -23,7 +23,6 @@ use hmem_core::{
 };
 use hmem_p2p::staging::{Pool, StagedRegion};
 use parking_lot::Mutex;
-use rustc_hash::FxHashSet;
 
 use super::{
     attr::DomainAttr,
@@ -60,8 +59,8 @@ pub struct FabricDomain {
     pub(super) regions: Arc<Regions>,
     /// The endpoints; `None` for a domain of the program.
     pub(super) transport: Option<Arc<Transport>>,
-    /// The keys that the application mapped with `map_raw`.
-    pub(super) mapped: Mutex<FxHashSet<u64>>,
+    /// The keys that the application mapped with `map_raw`. libfabric may return a key twice.
+    pub(super) mapped: Mutex<Vec<u64>>,
 }
 
 impl FabricDomain {
@@ -82,11 +81,13 @@ impl FabricDomain {
         staging: StagingAttr,
     ) -> Result<Self> {
         // In ENDPOINT mode each region has one endpoint, and this one would need them all.
+        // Providers that reach this machine only watch the processes of peers.
+        let layers = listing.provider_of(&entry);
+        let local_only = layers.split(';').any(|layer| matches!(layer, "shm" | "sm2"));
         let alive = match self.open.attr.mr_mode & (sys::FI_MR_ENDPOINT | sys::FI_MR_RAW) {
-            0 => Some(self.expose_alive()?),
+            0 if !local_only => Some(self.expose_alive()?),
             _ => None,
         };
-        let layers = listing.provider_of(&entry);
         let has_devices = registry.iter().any(|iface| iface.kind() != IfaceKind::SYSTEM);
         let hub = Hub {
             open: Arc::clone(&self.open),
@@ -97,7 +98,7 @@ impl FabricDomain {
             entry,
             fellows: Arc::clone(&listing.fellows),
             verbs: layers.split(';').any(|layer| layer == "verbs"),
-            local_only: layers.split(';').any(|layer| matches!(layer, "shm" | "sm2")),
+            local_only,
             alive,
             staging: Staging::new(staging),
         };
@@ -254,10 +255,12 @@ impl FabricDomain {
             open.own && open.attr.mr_mode & sys::FI_MR_LOCAL == 0 && iface == sys::FI_HMEM_SYSTEM;
         let local = access_bits(LOCAL_RIGHTS);
         // Peers get a number that is no key, since `ofi_rxm` turns local rights to remote ones. It
-        // cannot keep two regions without remote rights, so an undescribed one gets local rights.
+        // cannot keep two regions without remote rights, so peers may read an undescribed one. They
+        // cannot guess its key.
         let hidden = open.own && attr.access & !local == 0;
         if undescribed && hidden {
-            attr.access = local;
+            let layered = open.attr.provider_attr.nic.name.contains("ofi_rxm");
+            attr.access = if layered { sys::FI_REMOTE_READ } else { sys::FI_SEND };
         } else if undescribed {
             attr.access &= !local;
         }
@@ -276,15 +279,13 @@ impl FabricDomain {
         let key = match request.key {
             _ if !hidden => key,
             KeyRequest::Application(key) => key,
-            KeyRequest::Provider => {
-                open.next_key.fetch_add(1, Ordering::Relaxed) & open.attr.key_mask()
-            }
+            KeyRequest::Provider => open.random_key()?,
         };
         let base = match request.addressing {
             Addressing::Virtual => range.start().0,
             Addressing::ZeroBased => 0,
         };
-        Ok(Part { mr, range, base, key, desc })
+        Ok(Part { mr, range, base, key, desc, owner: (iface, device) })
     }
 
     /// Calls `fi_mr_regattr` with the key of the request, or with keys of the provider's choice
@@ -305,9 +306,7 @@ impl FabricDomain {
         loop {
             attr.requested_key = match key {
                 KeyRequest::Application(key) => key,
-                KeyRequest::Provider if chooses => {
-                    open.next_key.fetch_add(1, Ordering::Relaxed) & open.attr.key_mask()
-                }
+                KeyRequest::Provider if chooses => open.random_key()?,
                 KeyRequest::Provider => 0,
             };
             let _guard = open.lock();
@@ -364,6 +363,29 @@ impl FabricDomain {
                 Err(error.context("iface", iface))
             }
         }
+    }
+
+    /// Returns the kind of a region that is not staged.
+    ///
+    /// # Errors
+    /// - Unsupported: libfabric has no iface for a dma-buf, and the region has local rights alone.
+    /// - The errors of [`Self::owner_of`].
+    fn kind(&self, request: &Registration<'_>, pieces: &[Piece<'_>]) -> Result<Kind> {
+        if matches!(request.memory, RegisteredMemory::Host { .. }) {
+            return Ok(Kind::Host);
+        }
+        for piece in pieces.iter().filter(|_| self.open.own) {
+            let is_dma_buf = matches!(piece.backing, Backing::DmaBuf { .. });
+            if is_dma_buf && self.owner_of(request, piece)?.0 == sys::FI_HMEM_SYSTEM {
+                if LOCAL_RIGHTS.contains(request.access) {
+                    let why = "stage the memory: libfabric would access this dma-buf as host \
+                               memory in requests of this side";
+                    return Err(self.open.refuse(ErrorKind::Unsupported, REGATTR, why));
+                }
+                return Ok(Kind::RemoteOnly);
+            }
+        }
+        Ok(Kind::Direct)
     }
 
     /// Checks the parts of a request that libfabric ignores silently.
@@ -445,6 +467,7 @@ unsafe impl ProviderDomain for FabricDomain {
             return unsafe { self.stage(request, pieces) };
         }
         let endpoint = self.endpoint(Settings::of(request.extension))?;
+        let kind = self.kind(request, pieces)?;
         // Outside of ENDPOINT mode, only a region that waits for a counter is disabled at first.
         let enable = request.enabled && endpoint.is_some();
         let mut made = Unfinished { open: &self.open, parts: Parts::new() };
@@ -456,10 +479,6 @@ unsafe impl ProviderDomain for FabricDomain {
             unsafe { self.open.start(&part, endpoint, enable) }?;
         }
         let parts = mem::take(&mut made.parts);
-        let kind = match request.memory {
-            RegisteredMemory::Host { .. } => Kind::Host,
-            _ => Kind::Direct,
-        };
         let Registration { access, addressing, .. } = *request;
         Ok(self.regions.insert(Region { parts, addressing, access, kind }))
     }
@@ -638,14 +657,19 @@ impl RawKeys for FabricDomain {
         let command = (sys::FI_MAP_RAW_MR, (&raw mut map).cast());
         // SAFETY: the owner keeps the domain open. The buffers outlive the call.
         unsafe { self.open.control("fi_mr_map_raw", self.open.domain.cast(), command) }?;
-        self.mapped.lock().insert(key);
+        self.mapped.lock().push(key);
         Ok(RemoteKey::mapped(addressing, base, len, key))
     }
 
     fn unmap_key(&self, key: &RemoteKey) -> Result<()> {
         self.open.process.check("unmap key")?;
         let number = key.as_u64()?;
-        if !key.is_mapped() || !self.mapped.lock().remove(&number) {
+        let mapped = {
+            let mut mapped = self.mapped.lock();
+            let found = mapped.iter().position(|own| key.is_mapped() && *own == number);
+            found.map(|index| mapped.swap_remove(index))
+        };
+        if mapped.is_none() {
             let why = "unmap each key once, in the domain that mapped it";
             return Err(self.open.refuse(ErrorKind::InvalidKey, "unmap key", why));
         }
@@ -655,7 +679,7 @@ impl RawKeys for FabricDomain {
         let unmapped =
             unsafe { self.open.control("fi_mr_unmap_key", self.open.domain.cast(), command) };
         if unmapped.is_err() {
-            self.mapped.lock().insert(number);
+            self.mapped.lock().push(number);
         }
         unmapped
     }
@@ -677,9 +701,12 @@ impl Drop for FabricDomain {
 
 impl fmt::Debug for FabricDomain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FabricDomain")
-            .field("nic", &self.attr().nic)
-            .field("live", &self.live())
-            .finish()
+        let mut debug = f.debug_struct("FabricDomain");
+        debug.field("nic", &self.attr().nic);
+        // In a forked child, a lock may be held for ever by a thread of the parent.
+        if self.open.process.is_current() {
+            debug.field("live", &self.live());
+        }
+        debug.finish()
     }
 }

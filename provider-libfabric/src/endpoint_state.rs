@@ -170,6 +170,8 @@ pub(super) struct EndpointState {
     /// The immediate data and the length of each write of a peer that has arrived and waits for a
     /// receive.
     pub(super) written: VecDeque<(u64, u64)>,
+    /// True once a read of the endpoint's completion queue has failed.
+    pub(super) queue_failed: bool,
 }
 
 impl EndpointState {
@@ -185,7 +187,9 @@ impl EndpointState {
         let entries = hub.limits.depths[0] + depths[1];
         let [number, first_peer] = [random_u64("libfabric")?, random_u64("libfabric")?];
         let (objects, address) = Objects::open(&hub.open, hub.entry.as_ptr(), entries)?;
-        hub.fellows.add(number);
+        if hub.local_only {
+            hub.fellows.add(number);
+        }
         Ok(Self {
             objects,
             name: PeerName {
@@ -209,6 +213,7 @@ impl EndpointState {
             waiting: VecDeque::new(),
             receives: VecDeque::new(),
             written: VecDeque::new(),
+            queue_failed: false,
         })
     }
 

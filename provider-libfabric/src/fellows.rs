@@ -1,4 +1,4 @@
-//! The endpoints of this process.
+//! The endpoints of this process over shared memory.
 
 #![allow(unsafe_code, reason = "frees slots that libfabric has used")]
 
@@ -11,7 +11,8 @@ use rustc_hash::FxHashSet;
 
 use super::{objects::Objects, open::OpenDomain, part::Slot};
 
-/// The open endpoints of this process, and the closed ones whose objects are still open.
+/// The open endpoints of this process over shared memory, and the closed ones whose objects are
+/// still open.
 ///
 /// Endpoints of the provider `shm` in one process use each other's memory directly. Progress of one
 /// endpoint crashes after another one was closed. So the objects of such endpoints are closed
@@ -65,11 +66,6 @@ impl Fellows {
 
     pub(super) fn is_open(&self, number: u64) -> bool {
         self.state.lock().open.contains(&number)
-    }
-
-    /// Removes an endpoint whose objects are closed.
-    pub(super) fn remove(&self, number: u64) {
-        self.state.lock().open.remove(&number);
     }
 
     /// Removes a closed endpoint, and keeps its objects. Closes all kept objects if no endpoint is

@@ -76,8 +76,8 @@ pub(super) struct Hub {
     /// True for a provider over verbs, which reports the status of failed work completions. Such a
     /// failure ends the connection.
     pub(super) verbs: bool,
-    /// The memory for liveness checks and its registration. `None` in ENDPOINT mode and in RAW
-    /// mode, in which the domain exposes no such memory.
+    /// The memory for liveness checks and its registration. `None` in ENDPOINT mode, in RAW mode
+    /// and if `local_only` is true. The domain then exposes no such memory.
     pub(super) alive: Option<(AliveMemory, Part)>,
     pub(super) staging: Staging,
 }

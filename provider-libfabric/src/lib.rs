@@ -73,7 +73,10 @@
 //!   the same peer that wait behind the staged request.
 //! - In a domain without LOCAL mode, libfabric gets only the remote rights of host memory, and
 //!   requests have no descriptors of it. The reason is `ofi_rxm`, which gives peers the local
-//!   rights too. A region without remote rights gets local rights, and its key is kept from peers.
+//!   rights too. It cannot keep two regions without remote rights, so it gets the right of peers to
+//!   read such a region, under a random key that is kept from them.
+//! - Local requests refuse a dma-buf whose iface libfabric does not know. With local rights alone,
+//!   such memory is staged. A message or a receive names memory of one device, or of the host alone.
 //!
 //! # Layers
 //!

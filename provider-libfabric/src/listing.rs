@@ -8,14 +8,13 @@ use std::{
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     ptr,
-    sync::{Arc, atomic::AtomicU64},
+    sync::Arc,
 };
 
 use hmem_core::{
     Error, ErrorKind, MrMode, ProcessMark, Result,
     library::SharedLibrary,
     provider::{ProgressModel, ProviderAttr},
-    random::random_u64,
 };
 use parking_lot::ReentrantMutex;
 
@@ -416,7 +415,6 @@ impl Listing {
             own: true,
             endpoint: None,
             lock: ReentrantMutex::default(),
-            next_key: AtomicU64::new(random_u64("libfabric")?),
             owner: Some(Box::new(owner)),
             process: self.process,
         };

@@ -6,10 +6,9 @@ use std::{
     any::Any,
     ffi::{c_int, c_void},
     mem, ptr,
-    sync::atomic::AtomicU64,
 };
 
-use hmem_core::{Error, ErrorKind, ProcessMark, Result};
+use hmem_core::{Error, ErrorKind, ProcessMark, Result, random::random_u64};
 use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 
 use super::{
@@ -37,8 +36,6 @@ pub(super) struct OpenDomain {
     /// Serialises calls of the domain and its objects; used if [`DomainAttr::serial`] is true. A
     /// thread that needs this lock and that of the table of regions takes this lock first.
     pub(super) lock: ReentrantMutex<()>,
-    /// Number of the next key that the provider chooses. Starts at a random number.
-    pub(super) next_key: AtomicU64,
     /// The value that keeps the domain open. `None` only during the drop.
     pub(super) owner: Option<Owner>,
     pub(super) process: ProcessMark,
@@ -81,6 +78,11 @@ impl OpenDomain {
     /// be taken first.
     pub(super) fn lock_for_program(&self) -> DomainGuard<'_> {
         if self.own { DomainGuard { _guard: None } } else { self.lock() }
+    }
+
+    /// Returns a random number of the length of the domain's keys.
+    pub(super) fn random_key(&self) -> Result<u64> {
+        Ok(random_u64("libfabric")? & self.attr.key_mask())
     }
 
     pub(super) fn name(&self) -> String {

@@ -1,7 +1,10 @@
 //! Cuts requests into parts that libfabric takes at once: one range of the peer's memory, and a few
 //! ranges of local memory.
 
-use std::{ffi::c_void, ptr};
+use std::{
+    ffi::{c_int, c_void},
+    ptr,
+};
 
 use hmem_core::{
     Access, Addressing, Error, ErrorKind, Result,
@@ -11,7 +14,7 @@ use smallvec::SmallVec;
 
 use super::{
     region::Regions,
-    sys::{fi_rma_iov, fi_rx_attr, fi_tx_attr, iovec},
+    sys::{FI_HMEM_SYSTEM, fi_rma_iov, fi_rx_attr, fi_tx_attr, iovec},
 };
 
 /// Limits of endpoints, from the `fi_info`.
@@ -53,7 +56,13 @@ pub(super) struct Local {
     pub(super) address: u64,
     pub(super) len: u64,
     pub(super) desc: *mut c_void,
+    /// libfabric's numbers for the iface and the device of the memory. `ofi_rxm` accesses all
+    /// ranges of a call as the first descriptor says.
+    pub(super) owner: (c_int, u64),
 }
+
+/// The owner of host memory.
+pub(super) const HOST: (c_int, u64) = (FI_HMEM_SYSTEM, 0);
 
 /// Local memory of a request.
 #[derive(Debug, Default)]
@@ -110,12 +119,14 @@ impl LocalList {
     ) -> Result<Self> {
         let mut this = Self { host: true, ..Self::default() };
         for segment in segments {
-            let (desc, host) = match segment.desc {
+            let (desc, host, owner) = match segment.desc {
                 Some(desc) => {
                     let found =
                         regions.local(segment, desc, (right, needs_desc), |region, part| {
                             let host = region.is_host();
-                            (if needs_desc || !host { part.desc } else { ptr::null_mut() }, host)
+                            let named = needs_desc || !host;
+                            let desc = if named { part.desc } else { ptr::null_mut() };
+                            (desc, host, part.owner)
                         })?;
                     let Some(found) = found else { continue };
                     this.tokens.push(desc.to_provider());
@@ -125,11 +136,11 @@ impl LocalList {
                     let why = "pass the descriptor of a region: the mode or the memory needs one";
                     return Err(refuse(ErrorKind::NoRegion, why));
                 }
-                None => (ptr::null_mut(), true),
+                None => (ptr::null_mut(), true, HOST),
             };
             this.host &= host;
             this.bytes = this.bytes.saturating_add(segment.len);
-            this.list.push(Local { address: segment.address.0, len: segment.len, desc });
+            this.list.push(Local { address: segment.address.0, len: segment.len, desc, owner });
         }
         Ok(this)
     }
@@ -139,6 +150,7 @@ impl LocalList {
     /// # Errors
     /// - TooManyRanges: more ranges than `limit`.
     /// - MessageTooLong: more bytes than `longest`.
+    /// - Unsupported: the ranges are in memory of different devices, or of the host and a device.
     pub(super) fn whole(&self, limit: usize, longest: u64) -> Result<Vectors> {
         if self.list.len() > limit {
             let error = refuse(ErrorKind::TooManyRanges, "use fewer local segments");
@@ -148,13 +160,18 @@ impl LocalList {
             let error = refuse(ErrorKind::MessageTooLong, "send a shorter message");
             return Err(error.context("bytes", self.bytes).context("limit", longest));
         }
+        if self.list.iter().any(|local| local.owner != self.list[0].owner) {
+            let why = "use local segments of one device, or of the host alone: libfabric accesses \
+                       all of them in one way";
+            return Err(refuse(ErrorKind::Unsupported, why));
+        }
         let mut vectors = Vectors::default();
         self.list.iter().for_each(|local| vectors.push(*local));
         Ok(vectors)
     }
 
     /// Cuts an RMA transfer into parts, and passes each to `add`. A part has one remote range, at
-    /// most `limit` local ranges and at most `longest` bytes.
+    /// most `limit` local ranges, all of one owner, and at most `longest` bytes.
     pub(super) fn cut(
         &self,
         remote: &[fi_rma_iov],
@@ -167,10 +184,13 @@ impl LocalList {
         for target in remote {
             let mut done = 0;
             loop {
-                let mut part = Vectors::default();
+                let (mut part, mut owner) = (Vectors::default(), None);
                 let left = (target.len as u64 - done).min(longest);
                 while part.bytes < left && part.ranges.len() < limit {
                     let Some(mut now) = local else { break };
+                    if now.len > 0 && *owner.get_or_insert(now.owner) != now.owner {
+                        break;
+                    }
                     let take = now.len.min(left - part.bytes);
                     let rest = Local { address: now.address + take, len: now.len - take, ..now };
                     local = if rest.len > 0 { Some(rest) } else { locals.next() };
@@ -288,7 +308,7 @@ mod tests {
 
     #[test]
     fn parts_keep_the_order_of_the_bytes_and_the_limits() {
-        let local = |address, len| Local { address, len, desc: ptr::null_mut() };
+        let local = |address, len| Local { address, len, desc: ptr::null_mut(), owner: HOST };
         let mut list = LocalList { host: true, ..LocalList::default() };
         for (address, len) in [(100, 3), (200, 0), (300, 4), (400, 5)] {
             list.list.push(local(address, len));
@@ -314,6 +334,17 @@ mod tests {
                 assert!(far.iter().copied().eq(expected), "{far:?}");
             }
         }
+        // `ofi_rxm` accesses all ranges of a part as the first descriptor says.
+        let mut mixed = LocalList::default();
+        for (address, owner) in [(100, HOST), (200, (1, 0)), (300, (1, 1)), (400, (1, 1))] {
+            mixed.list.push(Local { owner, ..local(address, 2) });
+            mixed.bytes += 2;
+        }
+        let refused = mixed.whole(4, 100).expect_err("several owners");
+        assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
+        let parts = cut(&mixed, &[fi_rma_iov { addr: 9, len: 8, key: 1 }], 4, 100);
+        let parts: Vec<_> = parts.iter().map(|(near, far)| (near.bytes, far.addr)).collect();
+        assert_eq!(parts, [(2, 9), (2, 11), (4, 13)]);
         let remote = [fi_rma_iov { addr: 9, len: 0, key: 1 }];
         let empty = cut(&LocalList::default(), &remote, 4, 100);
         assert_eq!((empty.len(), empty[0].1.addr), (1, 9), "a transfer of no bytes");

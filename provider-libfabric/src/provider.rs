@@ -3,18 +3,11 @@
 
 #![allow(unsafe_code, reason = "loads the library, and borrows a domain")]
 
-use std::{
-    env,
-    ffi::c_void,
-    fmt,
-    path::PathBuf,
-    sync::{Arc, atomic::AtomicU64},
-};
+use std::{env, ffi::c_void, fmt, path::PathBuf, sync::Arc};
 
 use hmem_core::{
     Error, ErrorKind, IfaceKind, ProcessMark, Result,
     provider::{DomainRequest, Provider, ProviderAttr, ProviderDomain},
-    random::random_u64,
 };
 use parking_lot::ReentrantMutex;
 
@@ -103,7 +96,8 @@ impl Builder {
 
     /// Sets whether the domain imports dma-bufs. By default a domain with `FI_HMEM` of the
     /// providers `verbs`, `efa` and `cxi` imports them. A domain that was opened for an API version
-    /// before 1.20 imports none in any case.
+    /// before 1.20 imports none in any case. For true, [`Builder::build`] and
+    /// [`Builder::with_domain`] have a safety rule.
     #[must_use]
     pub fn dma_buf(mut self, imports: bool) -> Self {
         self.listing.overrides.dma_buf = Some(imports);
@@ -146,6 +140,8 @@ impl Builder {
     ///   Over `shm` of 2.5, a peer also finishes this side's reads after their endpoint was closed:
     ///   the peer writes to the local memory of reads that were reported as canceled. NICs that end
     ///   the transfers in hardware need no such promise.
+    /// - If [`Builder::dma_buf`] was set to true, libfabric's provider imports dma-bufs. The
+    ///   providers that do not know `FI_MR_DMABUF` access the memory by its address instead.
     ///
     /// # Examples
     /// ```no_run
@@ -210,6 +206,8 @@ impl Builder {
     ///   run at the same time as a call of this library.
     /// - No transfer uses a region when it is closed, or when its last lease ends. libfabric's
     ///   software providers finish a peer's transfer that has begun, after the region was closed.
+    /// - If [`Builder::dma_buf`] was set to true, libfabric's provider imports dma-bufs. The
+    ///   providers that do not know `FI_MR_DMABUF` access the memory by its address instead.
     ///
     /// Crates that link libfabric or load `libfabric.so.1` use the copy that this provider loads by
     /// default. A statically linked libfabric is another copy: pass its functions to
@@ -305,7 +303,6 @@ impl Builder {
                 own: false,
                 endpoint: self.endpoint,
                 lock: ReentrantMutex::default(),
-                next_key: AtomicU64::new(random_u64("libfabric")?),
                 owner: Some(owner),
                 process,
             })),

@@ -3,7 +3,7 @@
 #![allow(unsafe_code, reason = "shares pointers to libfabric's objects between threads")]
 
 use std::{
-    ffi::c_void,
+    ffi::{c_int, c_void},
     mem,
     sync::{
         Arc,
@@ -41,6 +41,8 @@ pub(super) struct Part {
     pub(super) key: u64,
     /// The descriptor for local segments of requests.
     pub(super) desc: *mut c_void,
+    /// libfabric's numbers for the iface and the device of the memory.
+    pub(super) owner: (c_int, u64),
 }
 
 // SAFETY: libfabric's objects belong to no thread. The domain's lock serialises the calls if the
@@ -69,6 +71,9 @@ pub(super) enum Kind {
     Host,
     /// Memory of a device, or a dma-buf, that libfabric reaches.
     Direct,
+    /// A dma-buf that libfabric would access as host memory in local requests, by an address that
+    /// the CPU does not have. Only peers access it.
+    RemoteOnly,
     /// Memory that requests move through the staging buffers. The region has no registrations.
     Staged(Arc<StagedRegion>),
     /// The staging buffers of the domain.
@@ -190,7 +195,8 @@ impl Regions {
     /// empty segment of a staged region.
     ///
     /// # Errors
-    /// - Unsupported: the region is staged. Only atomics get here with a staged region.
+    /// - Unsupported: only peers access the region, or it is staged. Only atomics get here with a
+    ///   staged region.
     /// - NoRegion: the descriptor is not that of a region of this domain.
     /// - OutOfBounds: the segment is not inside one range of its region.
     /// - AccessDenied: the region lacks the right.
@@ -218,6 +224,11 @@ impl Regions {
                 0 => Ok(None),
                 _ => Err(refuse(ErrorKind::Unsupported, why)),
             };
+        }
+        if matches!(region.kind, Kind::RemoteOnly) {
+            let why =
+                "register the memory again with local rights alone, so that copies are staged";
+            return Err(refuse(ErrorKind::Unsupported, why));
         }
         let inside = |part: &&Part| {
             let start = segment.address.0.checked_sub(part.range.start().0);

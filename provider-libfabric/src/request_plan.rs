@@ -191,8 +191,11 @@ pub(super) fn plan(
             }
             let vectors = list.whole(limits.vectors, limits.longest)?;
             let atomic = AtomicPart { op, datatype, remote, result, compare };
-            // SAFETY: the endpoint is in the table of open endpoints, and has atomics.
-            let most = unsafe { atomic.limit(endpoint) } as u64;
+            let most = {
+                let _guard = hub.open.lock();
+                // SAFETY: the endpoint is in the table of open endpoints, and has atomics.
+                unsafe { atomic.limit(endpoint) as u64 }
+            };
             if most == 0 {
                 let why = "use another operation or type: the provider does not have this atomic";
                 return Err(refuse(ErrorKind::Unsupported, why).context("operation", op));

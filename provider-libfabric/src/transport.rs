@@ -9,7 +9,7 @@ use std::{
         Arc, Weak,
         atomic::{AtomicBool, Ordering},
     },
-    thread,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -42,13 +42,16 @@ pub(super) struct Transport {
     provider: String,
     /// Tells the progress thread to end. `None` without such a thread.
     stop: Option<Arc<AtomicBool>>,
+    /// The progress thread, until [`Self::close`] waits for its end.
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Transport {
     /// Creates a value without endpoints. Starts a thread that makes progress if `thread` is true.
     pub(super) fn start(hub: Hub, provider: String, thread: bool) -> Result<Arc<Self>> {
         let stop = thread.then(Arc::<AtomicBool>::default);
-        let this = Arc::new(Self { engine: Mutex::default(), hub, provider, stop: stop.clone() });
+        let (engine, handle) = (Mutex::default(), Mutex::default());
+        let this = Arc::new(Self { engine, hub, provider, stop: stop.clone(), thread: handle });
         if let Some(stop) = stop {
             let weak = Arc::downgrade(&this);
             let run = move || {
@@ -62,9 +65,10 @@ impl Transport {
                 }
             };
             let name = "hmem-libfabric".to_owned();
-            thread::Builder::new().name(name).spawn(run).map_err(|error| {
+            let spawned = thread::Builder::new().name(name).spawn(run).map_err(|error| {
                 Error::os(Errno::of(&error), "spawn progress thread").provider("libfabric")
             })?;
+            *this.thread.lock() = Some(spawned);
         }
         Ok(this)
     }
@@ -79,7 +83,9 @@ impl Transport {
 
     pub(super) fn progress(&self) -> Result<usize> {
         self.check("progress")?;
-        Ok(self.engine.lock().progress(&self.hub))
+        let mut engine = self.engine.lock();
+        let ended = engine.progress(&self.hub);
+        engine.take_failure().map_or(Ok(ended), Err)
     }
 
     /// Waits until no request uses the region with this token, and calls `close` before another
@@ -94,10 +100,17 @@ impl Transport {
         self.engine.lock().endpoints.len() as u64
     }
 
-    /// Closes all endpoints, for the end of the domain.
+    /// Closes all endpoints, for the end of the domain. Waits for the end of the progress thread,
+    /// which uses the domain, unless this is that thread.
     pub(super) fn close(&self) {
         if let Some(stop) = &self.stop {
             stop.store(true, Ordering::Release);
+        }
+        let thread = self.thread.lock().take();
+        if let Some(thread) = thread.filter(|own| own.thread().id() != thread::current().id())
+            && thread.join().is_err()
+        {
+            tracing::error!("the progress thread has panicked");
         }
         let mut engine = self.engine.lock();
         engine.closed = true;

@@ -415,6 +415,9 @@ fn raw_keys_are_those_of_libfabric() {
     assert_eq!(raw, RawKey(b"raw key".to_vec()));
     let key = domain.map_raw(Iova(40), 64, &raw).expect("map");
     assert_eq!((key.as_u64().expect("one number"), domain.live().mapped_keys), (41, 1));
+    let again = domain.map_raw(Iova(40), 64, &raw).expect("map to the same key");
+    assert_eq!(domain.live().mapped_keys, 2);
+    domain.unmap_key(&again).expect("unmap one of them");
     fake.state.unmap.lock().expect("no panic").push_back(-sys::FI_ENOMEM);
     let refused = domain.unmap_key(&key).expect_err("refused");
     assert_eq!(refused.os_errno().map(|code| code.0), Some(sys::FI_ENOMEM), "{refused}");

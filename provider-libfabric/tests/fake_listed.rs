@@ -49,6 +49,21 @@ struct Posted {
     data: Option<u64>,
 }
 
+/// An entry of the completion queue. `error` is 0 for success.
+#[derive(Clone, Copy, Debug, Default)]
+struct Entry {
+    context: usize,
+    error: c_int,
+    flags: u64,
+    data: u64,
+}
+
+impl From<(usize, c_int)> for Entry {
+    fn from((context, error): (usize, c_int)) -> Self {
+        Self { context, error, ..Self::default() }
+    }
+}
+
 /// The state of the fake library.
 #[derive(Debug)]
 struct State {
@@ -59,8 +74,17 @@ struct State {
     posted: Vec<Posted>,
     /// Results of the next posts. Posts without an entry succeed.
     results: VecDeque<isize>,
-    /// Entries of the completion queue: a context, and an error number or 0.
-    entries: VecDeque<(usize, c_int)>,
+    /// Entries of the completion queue.
+    entries: VecDeque<Entry>,
+    /// The result of reads of the completion queue; 0 if they return entries.
+    queue_error: isize,
+    /// The contexts of the receives that the fake has taken, and of those that were canceled.
+    receives: Vec<usize>,
+    canceled: Vec<usize>,
+    /// True if the NIC imports dma-bufs.
+    imports: bool,
+    /// The rights of the last registration.
+    access: u64,
     next_key: u64,
     open: usize,
 }
@@ -72,6 +96,11 @@ static STATE: Mutex<State> = Mutex::new(State {
     posted: Vec::new(),
     results: VecDeque::new(),
     entries: VecDeque::new(),
+    queue_error: 0,
+    receives: Vec::new(),
+    canceled: Vec::new(),
+    imports: false,
+    access: 0,
     next_key: 1000,
     open: 0,
 });
@@ -141,7 +170,8 @@ unsafe extern "C" fn regattr(
     // SAFETY: the provider passes valid attributes.
     let attr = unsafe { &*attr };
     assert_eq!(attr.requested_key, 0, "the NIC chooses the key");
-    if flags & sys::FI_MR_DMABUF != 0 {
+    state().access = attr.access;
+    if flags & sys::FI_MR_DMABUF != 0 && !state().imports {
         return -95;
     }
     if attr.iface != 0 {
@@ -214,6 +244,19 @@ unsafe extern "C" fn writemsg(
     0
 }
 
+unsafe extern "C" fn recvmsg(_: *mut sys::fid_ep, message: *const sys::fi_msg, _: u64) -> isize {
+    // SAFETY: the provider passes a message.
+    let context = unsafe { (*message).context };
+    state().receives.push(context.expose_provenance());
+    0
+}
+
+/// Succeeds, like that of `ofi_rxm`, whether the receive is canceled or not.
+unsafe extern "C" fn cancel(_: *mut sys::fid, context: *mut c_void) -> isize {
+    state().canceled.push(context.addr());
+    0
+}
+
 /// Moves the bytes of a posted write and completes it. Returns the data of the write.
 fn deliver(number: usize) -> Option<u64> {
     let Posted { context, len, from, to, data, .. } = state().posted.remove(number);
@@ -221,19 +264,24 @@ fn deliver(number: usize) -> Option<u64> {
     let source: *const u8 = ptr::with_exposed_provenance(from.0);
     // SAFETY: the provider posted both ranges, and keeps them until the write completes.
     unsafe { ptr::with_exposed_provenance_mut::<u8>(to as usize).copy_from(source, len) };
-    state().entries.push_back((context, 0));
+    state().entries.push_back((context, 0).into());
     data
 }
 
 unsafe extern "C" fn read(_: *mut sys::fid_cq, entries: *mut c_void, count: usize) -> isize {
     assert!(count > 0);
     let mut state = state();
+    if state.queue_error != 0 {
+        return state.queue_error;
+    }
     match state.entries.front() {
         None => -(sys::FI_EAGAIN as isize),
-        Some((_, error)) if *error != 0 => -(sys::FI_EAVAIL as isize),
-        Some((context, _)) => {
+        Some(entry) if entry.error != 0 => -(sys::FI_EAVAIL as isize),
+        Some(Entry { context, flags, data, .. }) => {
             let entry = sys::fi_cq_tagged_entry {
                 op_context: ptr::with_exposed_provenance_mut(*context),
+                flags: *flags,
+                data: *data,
                 ..zeroed()
             };
             // SAFETY: the provider passes room for entries of this format.
@@ -249,10 +297,12 @@ unsafe extern "C" fn readerr(
     entry: *mut sys::fi_cq_err_entry,
     _: u64,
 ) -> isize {
-    let (context, err) = state().entries.pop_front().expect("an error");
+    let Entry { context, error: err, flags, .. } = state().entries.pop_front().expect("an error");
     let op_context = ptr::with_exposed_provenance_mut(context);
     // SAFETY: the provider passes room for an entry.
-    unsafe { entry.write(sys::fi_cq_err_entry { op_context, err, prov_errno: 77, ..zeroed() }) };
+    unsafe {
+        entry.write(sys::fi_cq_err_entry { op_context, err, flags, prov_errno: 77, ..zeroed() });
+    }
     1
 }
 
@@ -291,8 +341,10 @@ unsafe extern "C" fn open_ep(
 ) -> c_int {
     let cm = sys::fi_ops_cm { size: 0, setname: ptr::null(), getname: Some(getname) };
     let rma = sys::fi_ops_rma { writemsg: Some(writemsg), ..zeroed() };
-    let (cm, rma) = (leak(cm), leak(rma));
-    let endpoint = sys::fid_ep { fid: object(sys::FI_CLASS_EP), cm, rma, ..zeroed_ep() };
+    let msg = sys::fi_ops_msg { recvmsg: Some(recvmsg), ..zeroed() };
+    let ops = leak(sys::fi_ops_ep { size: 0, cancel: Some(cancel) });
+    let (cm, rma, msg, fid) = (leak(cm), leak(rma), leak(msg), object(sys::FI_CLASS_EP));
+    let endpoint = sys::fid_ep { fid, ops, cm, rma, msg, ..zeroed_ep() };
     // SAFETY: the provider passes room for the pointer.
     unsafe { out.write(leak(endpoint)) };
     0
@@ -516,7 +568,8 @@ fn requests_carry_descriptors_and_storage_of_their_own() {
     let contexts: Vec<_> = posted.iter().map(|post| post.context).collect();
     assert!(contexts[0].abs_diff(contexts[1]) >= 64 && contexts[1].abs_diff(contexts[2]) >= 64);
     // Completions in another order, one without a request, and an error with a negated number.
-    state().entries.extend([(contexts[2], 0), (0, 0), (contexts[0], -sys::FI_ETRUNC)]);
+    let ended = [(contexts[2], 0), (0, 0), (contexts[0], -sys::FI_ETRUNC)];
+    state().entries.extend(ended.map(Entry::from));
     let mut done = side.read();
     let failed = done.pop().expect("two completions");
     assert_eq!((done[0].context, done[0].kind), (2, CompletionKind::Write));
@@ -527,7 +580,7 @@ fn requests_carry_descriptors_and_storage_of_their_own() {
     // A close of the region waits for the request that uses it, and then says so.
     let rejected = region.close().expect_err("a request uses the region");
     assert_eq!(rejected.error.kind(), ErrorKind::Busy, "{}", rejected.error);
-    state().entries.push_back((contexts[1], 0));
+    state().entries.push_back((contexts[1], 0).into());
     rejected.value.close().expect("close");
     assert_eq!(side.read()[0].context, 1);
 }
@@ -675,7 +728,7 @@ fn immediate_data_of_a_failed_write_is_not_sent() {
         assert!(side.read().is_empty());
     }
     let first = state().posted.remove(0).context;
-    state().entries.push_back((first, 5));
+    state().entries.push_back((first, 5).into());
     let mut done = side.read();
     while done.is_empty() {
         while !state().posted.is_empty() {
@@ -749,7 +802,8 @@ fn completed_writes_to_a_closed_peer() -> (Side, Region<Vec<u8>>) {
     }
     other.close().expect("close");
     let mut state = state();
-    let contexts: Vec<_> = state.posted.drain(..).map(|posted| (posted.context, 0)).collect();
+    let contexts: Vec<_> =
+        state.posted.drain(..).map(|posted| Entry::from((posted.context, 0))).collect();
     state.entries.extend(contexts);
     drop(state);
     (side, region)
@@ -777,4 +831,109 @@ fn requests_that_have_completed_succeed_at_the_close_of_their_endpoint() {
     side.queue.read(&mut done, 64).expect("read");
     assert_eq!(done.len(), 40);
     assert!(done.iter().all(|done| done.result.as_ref().ok() == Some(&8)), "{done:?}");
+}
+
+/// FAB-07: `ofi_rxm` reports no failure of a cancel. A message may still take the receive, and the
+/// write then takes the next one, before the writes behind it.
+#[test]
+fn writes_with_immediate_data_are_reported_in_order() {
+    let _turn = turn();
+    let side = local_only(Registry::new());
+    let inbox = side.domain.register(vec![0_u8; 8], Access::RECV).expect("register");
+    let into = [inbox.slice(0, 8).expect("inside")];
+    (state().receives, state().canceled) = (Vec::new(), Vec::new());
+    for context in 0..3 {
+        side.endpoint.receive(&into, None, context).expect("post");
+    }
+    let flags = sys::FI_REMOTE_WRITE | sys::FI_REMOTE_CQ_DATA;
+    state().entries.extend([1, 2].map(|data| Entry { flags, data, ..Entry::default() }));
+    assert!(side.read().is_empty());
+    let [message, first, second] = state().receives[..] else { panic!("three receives") };
+    assert_eq!(state().canceled, [message], "the second write waits for the first");
+    state().entries.push_back((message, 0).into());
+    let mut done = side.read();
+    assert_eq!(state().canceled, [message, first]);
+    state().entries.push_back((first, sys::FI_ECANCELED).into());
+    done.extend(side.read());
+    state().entries.push_back((second, sys::FI_ECANCELED).into());
+    done.extend(side.read());
+    let done: Vec<_> = done.iter().map(|done| (done.context, done.kind, done.data)).collect();
+    let write = CompletionKind::RemoteWrite;
+    let message = (0, CompletionKind::Receive, None);
+    assert_eq!(done, [message, (1, write, Some(1)), (2, write, Some(2))]);
+}
+
+/// FAB-08
+#[test]
+fn failed_read_of_the_completion_queue_is_reported_once() {
+    let _turn = turn();
+    let side = local_only(Registry::new());
+    state().queue_error = -5;
+    let mut done = Vec::new();
+    let error = side.queue.read(&mut done, 1).expect_err("the queue fails");
+    let again = side.queue.read(&mut done, 1);
+    state().queue_error = 0;
+    assert_eq!(error.os_errno().map(|errno| errno.0), Some(5), "{error}");
+    assert_eq!(again.expect("reported"), 0);
+}
+
+/// FAB-08: such an entry may have the context of another program.
+#[test]
+fn error_of_a_peers_operation_has_no_context_of_this_side() {
+    let _turn = turn();
+    let side = local_only(Registry::new());
+    let (context, flags) = (0x10, sys::FI_REMOTE_WRITE);
+    state().entries.push_back(Entry { context, flags, error: 5, data: 0 });
+    assert!(side.read().is_empty());
+}
+
+/// FAB-08
+#[test]
+fn objects_of_closed_shared_memory_endpoints_do_not_wait_for_other_providers() {
+    let _turn = turn();
+    let (other, _device) = unordered();
+    let before = state().open;
+    drop(local_only(Registry::new()));
+    assert_eq!(state().open, before, "objects stay open");
+    drop(other);
+}
+
+/// FAB-11: `ofi_rxm` gives peers the local rights too.
+#[test]
+fn peers_cannot_guess_the_key_of_memory_without_remote_rights() {
+    let _turn = turn();
+    let side = local_only(Registry::new());
+    let access = Access::READ | Access::WRITE | Access::SEND | Access::RECV;
+    let keys = [(); 2].map(|()| {
+        let region = side.domain.register(vec![0_u8; 8], access).expect("register");
+        assert_eq!(state().access, sys::FI_SEND);
+        region.provider_region().expect("registered").key
+    });
+    assert!(keys[0].abs_diff(keys[1]) > 1 << 20, "{keys:x?}");
+}
+
+/// FAB-07: libfabric would take the memory of a plug-in's device for host memory.
+#[test]
+fn dma_buf_of_an_iface_that_libfabric_does_not_know_is_for_peers_only() {
+    let _turn = turn();
+    let device: Arc<dyn Iface> =
+        Arc::new(Device(IfaceKind(0x123), Simulated::builder().build().expect("build")));
+    let mut registry = Registry::new();
+    registry.add(Arc::clone(&device)).expect("add the device");
+    let side = local_only(registry);
+    state().imports = true;
+    let register = |access| {
+        let memory = device_memory(&device, 64);
+        side.domain.register(memory, access).expect("register")
+    };
+    let (both, local) = (register(Access::REMOTE_READ | Access::WRITE), register(Access::WRITE));
+    state().imports = false;
+    assert_eq!(both.decision().expect("a decision").path, Path::DmaBuf);
+    assert_eq!(local.decision().expect("a decision").path, Path::Staged);
+    let far = side.domain.register(vec![0_u8; 64], Access::REMOTE_WRITE).expect("register");
+    let key = far.key().expect("a key");
+    let to = [key.slice(0, 64).expect("inside")];
+    let from = [both.slice(0, 64).expect("inside")];
+    let refused = side.endpoint.write(&from, &to, side.peer, 1).expect_err("no local use");
+    assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
 }

@@ -11,6 +11,7 @@ use std::{
 use super::{
     super::{
         endpoint_state::{EndpointState, Waiting},
+        errors,
         hub::Hub,
         part::{PartOp, Slot},
         sys::{self, fi_cq_err_entry, fi_cq_tagged_entry},
@@ -207,6 +208,12 @@ impl InFlight {
             self.read_error(hub, endpoint);
             return 1;
         }
+        if count < 0 && count != -(sys::FI_EAGAIN as isize) && !endpoint.queue_failed {
+            endpoint.queue_failed = true;
+            let error = errors::call(&hub.attr().nic, "fi_cq_read", count as c_int);
+            tracing::error!(error = %error.full(), "cannot read the completions of an endpoint");
+            self.failed = Some(error);
+        }
         let count = usize::try_from(count).unwrap_or(0).min(BATCH);
         for index in 0..count {
             let entry = mem::replace(&mut self.entries.0[index], UNWRITTEN);
@@ -234,12 +241,19 @@ impl InFlight {
                 readerr.map_or(0, |readerr| readerr(queue, (&raw mut read).cast(), 0))
             }
         };
-        let fi_cq_err_entry { op_context, err, prov_errno, .. } = read.entry;
-        if count == 1
-            && let Some(index) = self.slot_of(op_context)
-        {
+        let fi_cq_err_entry { op_context, flags, err, prov_errno, .. } = read.entry;
+        if count != 1 {
+            return;
+        }
+        // The context of an error in a peer's operation need not be one of this engine.
+        let of_peer = flags & (sys::FI_REMOTE_WRITE | sys::FI_REMOTE_READ) != 0;
+        let index = if of_peer { None } else { self.slot_of(op_context) };
+        match index {
             // Some providers negate the number.
-            self.part_failed(hub, endpoint, index, -err.saturating_abs(), prov_errno);
+            Some(index) => {
+                self.part_failed(hub, endpoint, index, -err.saturating_abs(), prov_errno);
+            }
+            None => tracing::warn!(err, prov_errno, flags, "an error of no request of this side"),
         }
     }
 

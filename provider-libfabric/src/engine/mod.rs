@@ -145,6 +145,8 @@ struct InFlight {
     entries: Entries,
     /// The number of requests of the application that have ended since the last call of `progress`.
     ended: usize,
+    /// The first error of a completion queue that [`Engine::take_failure`] has not returned.
+    failed: Option<Error>,
 }
 
 impl Engine {
@@ -183,6 +185,11 @@ impl Engine {
         mem::take(&mut self.in_flight.ended)
     }
 
+    /// Returns the error of a completion queue that could not be read. Each endpoint reports one.
+    pub(super) fn take_failure(&mut self) -> Option<Error> {
+        self.in_flight.failed.take()
+    }
+
     /// Closes an endpoint. Its requests end as canceled.
     ///
     /// # Errors
@@ -200,7 +207,6 @@ impl Engine {
             hub.fellows.bury(id, Closed { objects, slots, transfers, open });
         } else {
             endpoint.objects.close(&hub.open)?;
-            hub.fellows.remove(id);
         }
         // The objects are closed, or belong to `Fellows` now.
         if let Some(mut endpoint) = self.endpoints.remove(&id) {
@@ -434,7 +440,8 @@ impl InFlight {
             && canceled
         {
             let write = (CompletionKind::RemoteWrite, bytes, Some(data));
-            return self.finish(endpoint, number, Some(Ok(write)));
+            self.finish(endpoint, number, Some(Ok(write)));
+            return self.consume_receives(hub, endpoint);
         }
         self.finish(endpoint, number, None);
         if let Some(written) = written {

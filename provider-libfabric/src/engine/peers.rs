@@ -19,7 +19,7 @@ use super::{
         errors,
         hub::Hub,
         part::PartOp,
-        plan::{Local, Vectors},
+        plan::{HOST, Local, Vectors},
         request_plan::Planned,
         sys,
     },
@@ -58,7 +58,7 @@ impl InFlight {
         let (word, address) = memory.answer(self.last_question);
         word.store(!alive.number, Ordering::Relaxed);
         let desc = if hub.needs_desc() { own.desc } else { ptr::null_mut() };
-        let local = Local { address, len: 8, desc };
+        let local = Local { address, len: 8, desc, owner: HOST };
         let remote = sys::fi_rma_iov { addr: alive.address, len: 8, key: alive.key };
         let mut request = Request::new(endpoint.number, CompletionKind::Read, 8, Some(peer));
         request.question = Some((self.last_question, since));

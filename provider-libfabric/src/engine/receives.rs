@@ -23,15 +23,17 @@ const CLOSE: Duration = Duration::from_secs(1);
 
 impl InFlight {
     /// Lets each write with immediate data that has arrived consume the oldest receive. Cancels
-    /// this receive, so that no message uses it.
+    /// this receive, so that no message uses it. Later writes wait until this receive has ended,
+    /// because a message may still take it: `ofi_rxm` reports no failure of a cancel.
     pub(super) fn consume_receives(&mut self, hub: &Hub, endpoint: &mut EndpointState) {
         loop {
             let requests = &mut self.requests;
-            let usable = |number: &&u64| {
-                let request = requests.get(*number);
-                request.is_some_and(|request| request.written.is_none() && !request.arriving)
-            };
+            let usable =
+                |number: &&u64| requests.get(*number).is_some_and(|request| !request.arriving);
             let Some(number) = endpoint.receives.iter().find(usable).copied() else { return };
+            if requests.get(&number).is_some_and(|request| request.written.is_some()) {
+                return;
+            }
             let Some(written) = endpoint.written.pop_front() else { return };
             let Some(request) = requests.get_mut(&number) else { return };
             request.written = Some(written);
