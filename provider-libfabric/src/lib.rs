@@ -76,7 +76,8 @@
 //!   rights too. It cannot keep two regions without remote rights, so it gets the right of peers to
 //!   read such a region, under a random key that is kept from them.
 //! - Local requests refuse a dma-buf whose iface libfabric does not know. With local rights alone,
-//!   such memory is staged. A message or a receive names memory of one device, or of the host alone.
+//!   such memory is staged.
+//! - A message or a receive names memory of one device, or of the host alone.
 //!
 //! # Layers
 //!

@@ -111,8 +111,8 @@ impl DomainState {
     /// Returns eight bytes of registered memory for results of atomics that the application
     /// discards.
     pub(super) fn discard_buffer(&self) -> Result<Span> {
-        // No lock is held over the driver's call. If two threads register at once, one of them
-        // releases its registration.
+        // The driver's call holds no lock of this value. If two threads register at once, one of
+        // them releases its registration.
         if self.discard_buffer.get().is_none()
             && let Err(late) = self.discard_buffer.set(DiscardBuffer::register(&self.pd)?)
         {
