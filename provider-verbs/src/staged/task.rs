@@ -4,7 +4,7 @@ use hmem_core::{
     Access, ErrorKind, Result,
     transfer::{CompletionKind, Operation, OwnedRequest, WorkRequest},
 };
-use hmem_p2p::staging::{FailedStep, LocalMemory, Transfer, staged_right};
+use hmem_p2p::staging::{FailedStep, LocalMemory, Transfer, Use, staged_right};
 
 use crate::{
     chain::check_keys,
@@ -148,6 +148,14 @@ impl Task {
         let max_sge = if receives { cap.max_recv_sge } else { cap.max_send_sge };
         let transfer = Transfer::new(&pool, buffers, request, memory, u64::from(max_sge))
             .map_err(|error| error.provider(domain.pd.device.nic.to_string()))?;
+        // A write with immediate data waits for the peer's receive, like a send. Its chunks use the
+        // buffers of sends.
+        let has_data = matches!(request.operation, Operation::WriteImmediate { .. });
+        if has_data && transfer.bytes() > 0 && pool.share(Use::Send) == 0 {
+            let why = "give the domain at least 3 staging buffers (DomainAttr::staging), or write \
+                       without immediate data";
+            return Err(domain.refuse_post(ErrorKind::MessageTooLong, why));
+        }
         Ok(Self::Staged(Box::new(transfer)))
     }
 }

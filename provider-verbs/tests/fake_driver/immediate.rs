@@ -22,11 +22,15 @@ fn net() -> Net {
 }
 
 fn net_on(rxe: bool) -> Net {
+    net_with(rxe, STAGING)
+}
+
+fn net_with(rxe: bool, staging: StagingAttr) -> Net {
     let verbs = Verbs::builder().functions(wire::functions()).build().expect("start");
     let bind = Some(WcStatus::IBV_WC_SUCCESS);
     wire::misbehave(wire::Misbehaviour { is_rxe: rxe, bind, ..Default::default() });
     let device = Simulated::builder().window(1 << 32).build().expect("build the device");
-    Net::new(Arc::new(verbs), None, STAGING, device)
+    Net::new(Arc::new(verbs), None, staging, device)
 }
 
 fn remote<'a>(key: &'a hmem_core::RemoteKey, offset: u64, len: u64) -> RemoteSegment<'a> {
@@ -84,6 +88,33 @@ fn staged_write_carries_the_data_with_its_last_chunk() {
         assert_eq!(far.get(0, len), bytes, "{len} bytes");
         let wide = post(1 << 32, 2).expect_err("33 bits");
         assert_eq!(wide.kind(), ErrorKind::InvalidArgument, "{wide}");
+        net.assert_idle();
+    }
+}
+
+/// EVT-04: sends have no share of one or two buffers, so such a write could never end.
+#[test]
+fn staged_write_with_data_needs_three_buffers() {
+    for buffer_count in 1..=3 {
+        let net = net_with(false, StagingAttr { buffer_count, ..STAGING });
+        let len = CHUNK * 2;
+        let near = net.near.device(&net.device, len, LOCAL).expect("stage device memory");
+        let far = net.far.host(len + 8, LOCAL | REMOTE);
+        let key = far.region().key().expect("key");
+        net.far.endpoint.receive(&[far.slice(len, 8)], None, 7).expect("receive");
+        let post = |len| {
+            let (from, there) = ([near.slice(0, len)], [remote(&key, 0, len)]);
+            net.near.endpoint.write_immediate(&from, &there, 5, net.peer, 1)
+        };
+        if buffer_count < 3 {
+            let refused = post(len).expect_err("no buffer for it");
+            assert_eq!(refused.kind(), ErrorKind::MessageTooLong, "{refused}");
+            post(0).expect("no bytes need no buffer");
+        } else {
+            post(len).expect("post");
+        }
+        let (here, _) = net.complete(1, 1);
+        assert!(here[0].result.is_ok(), "{here:?}");
         net.assert_idle();
     }
 }
