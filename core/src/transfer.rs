@@ -8,8 +8,8 @@ use std::fmt;
 use smallvec::SmallVec;
 
 use crate::{
-    Address, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result, handle::ProviderWindow,
-    named_enum, window::WindowBind,
+    Address, Addressing, Error, ErrorKind, Iova, LocalKey, RemoteKey, Result,
+    handle::ProviderWindow, named_enum, window::WindowBind,
 };
 
 /// A contiguous part of the local memory of a work request.
@@ -55,6 +55,11 @@ impl RemoteKey {
     ///   addresses are not contiguous. A segment is one contiguous range of addresses.
     pub fn slice(&self, offset: u64, len: u64) -> Result<RemoteSegment<'_>> {
         self.check_part("slice", offset, len)?;
+        if self.addressing() == Addressing::ZeroBased {
+            // These addresses count through all pieces.
+            let address = Iova(self.base().0.wrapping_add(offset));
+            return Ok(RemoteSegment { address, len, key: self });
+        }
         let (mut skip, mut left) = (offset, len);
         let mut run: Option<(Iova, u64)> = None;
         for piece in self.pieces() {

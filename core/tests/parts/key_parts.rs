@@ -40,6 +40,14 @@ fn slice_of_a_split_key_is_a_contiguous_range() {
         assert_eq!(outside.kind(), ErrorKind::OutOfBounds, "{offset:#x} {len:#x}");
         assert_eq!(key.narrow(offset, len).unwrap_err().kind(), ErrorKind::OutOfBounds);
     }
+    // Zero-based addresses count through all pieces, whatever the bases of the later ones are.
+    let zero = split(Addressing::ZeroBased);
+    for (offset, len) in [(0, 0x380), (0x80, 0x100), (0x2ff, 2), (0x300, 0x80), (0x380, 0)] {
+        let segment = zero.slice(offset, len).expect("inside");
+        let address = Iova(zero.base().0 + offset);
+        assert_eq!((segment.address, segment.len), (address, len), "{offset:#x}");
+    }
+    assert_eq!(zero.slice(0x380, 1).unwrap_err().kind(), ErrorKind::OutOfBounds);
 }
 
 #[test]
