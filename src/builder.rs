@@ -121,11 +121,15 @@ impl Hmem {
     /// Returns the ifaces that [`Builder::ifaces`] or `FI_HMEM` names and that did not start, with
     /// the reasons.
     pub fn missing_ifaces(&self) -> impl Iterator<Item = (IfaceKind, &Error)> {
-        let named = |kind: &IfaceKind| {
-            let name = self.registry.name_of(*kind).to_string();
-            self.filter.as_ref().is_some_and(|filter| filter.admits(&name))
-        };
-        self.registry.absent().filter(move |(kind, _)| named(kind))
+        self.registry.absent().filter(|(kind, _)| self.names_iface(*kind))
+    }
+
+    /// Returns true if [`Builder::ifaces`] or `FI_HMEM` names the iface. Without either, no iface
+    /// is named.
+    #[must_use]
+    pub fn names_iface(&self, kind: IfaceKind) -> bool {
+        let name = self.registry.name_of(kind).to_string();
+        self.filter.as_ref().is_some_and(|filter| filter.admits(&name))
     }
 
     /// Returns the iface of the given kind.

@@ -89,11 +89,14 @@ fn variable_may_name_an_iface_that_was_compiled_out() {
     let compiled = cfg!(feature = "cuda");
     let kind = if compiled { ErrorKind::Unavailable } else { ErrorKind::Unsupported };
     assert_eq!(missing, [(IfaceKind::CUDA, kind)]);
+    assert!(hmem.names_iface(SIMULATED) && hmem.names_iface(IfaceKind::CUDA));
+    assert!(!hmem.names_iface(IfaceKind::ROCR));
     let error = hmem.iface(IfaceKind::CUDA).unwrap_err();
     assert_eq!(error.to_string().contains("cargo feature `cuda`"), !compiled, "{error}");
     // Without the environment there is no filter, and the variable of the library is not read.
     let hmem = build().without_environment().build().expect("built");
     assert_eq!(hmem.missing_ifaces().count(), 0);
+    assert!(!hmem.names_iface(SIMULATED));
     let why = hmem.registry().absent().find(|(kind, _)| *kind == IfaceKind::CUDA);
     assert!(why.is_none_or(|(_, why)| !why.to_string().contains("nonexistent")), "{why:?}");
 }

@@ -125,8 +125,9 @@ const SECTIONS: [(&str, &[Section]); 8] = [
             ("0", "every combination was verified"),
             (
                 "1",
-                "a combination failed, nothing could be checked, or an iface that FI_HMEM names \
-                 is unavailable",
+                "a combination failed, nothing could be checked, a NIC cannot be opened, an iface \
+                 cannot list its devices, or an iface that FI_HMEM names is unavailable or had no \
+                 device memory verified",
             ),
             WRONG,
         ])],

@@ -325,6 +325,13 @@ impl Machine {
         self.nics.iter().filter(move |nic| name.is_none_or(|name| nic.answers_to(name)))
     }
 
+    /// Returns whether this is a NIC that cannot be opened although its provider started. Software
+    /// NICs are absent from a kernel without io_uring, and are not such NICs.
+    pub(crate) fn failed_to_open(&self, absent: &Absent) -> bool {
+        let mut providers = self.hmem.absent_providers();
+        absent.sort == "NIC" && providers.any(|(name, _)| name == absent.name)
+    }
+
     /// Returns whether an iface simulates its devices.
     pub(crate) fn is_software(&self, kind: IfaceKind) -> bool {
         self.software.iter().any(|(software, _)| *software == kind)

@@ -30,6 +30,7 @@ use crate::{
     args::CheckArgs,
     json::{SCHEMA, Skipped},
     machine::Machine,
+    problem::Problem,
 };
 
 /// The length of one transfer and its position in a larger region.
@@ -153,7 +154,7 @@ pub fn check(
     if defaults.monitor() != HostMonitorKind::Auto {
         machine.hmem.cache_monitor()?;
     }
-    let Plan { cases, mut skipped } = plan(machine, selection);
+    let Plan { cases, mut skipped, failures, required } = plan(machine, selection);
     let stale = match selection.stale_rounds {
         0 => Vec::new(),
         _ => stale::plan(machine, selection, &mut skipped),
@@ -167,6 +168,7 @@ pub fn check(
         stale: Vec::new(),
         skipped,
         missing: missing.collect(),
+        failures,
         uncached_by: defaults.off_by(),
     };
     for (done, case) in cases.iter().enumerate() {
@@ -181,6 +183,14 @@ pub fn check(
         }
     }
     progress(all, all, "");
+    let unverified: Vec<_> = required.iter().filter(|name| !report.has_verified(name)).collect();
+    report.failures.extend(unverified.into_iter().map(|name| {
+        let why = "FI_HMEM names the iface, but no memory of its devices was verified with the \
+                   selected NICs";
+        let remedy = "find the refused combinations in the list of the skipped ones, or run \
+                      `hmem explain`";
+        Skipped::new(format!("iface {name}"), Problem::new(why).remedy(remedy))
+    }));
     report.skipped.sort();
     report.skipped.dedup();
     Ok(report)

@@ -3,15 +3,14 @@
 use std::{fmt, sync::Arc};
 
 use hmem::{
-    Access, AllocationKind, DeviceId, Iface, IfaceExt, IfaceKind, Path, path::P2pPolicy,
-    system::System,
+    Access, AllocationKind, DeviceId, Iface, IfaceExt, IfaceKind, Path, iface::Device,
+    path::P2pPolicy, system::System,
 };
 
 use super::{MemorySort, Selection, memory::HugeBuffer};
 use crate::{
     json::Skipped,
     machine::{Machine, ProviderNic},
-    problem::Problem,
 };
 
 /// The expected path from the memory to the NIC.
@@ -71,6 +70,11 @@ pub(super) struct Plan<'a> {
     pub(super) cases: Vec<Case<'a>>,
     /// The devices, NICs and combinations that are not checked, with reasons.
     pub(super) skipped: Vec<Skipped>,
+    /// The NICs that cannot be opened and the ifaces whose devices cannot be listed.
+    pub(super) failures: Vec<Skipped>,
+    /// The names of the ifaces whose device memory must be verified: those that `FI_HMEM` names and
+    /// that have devices. Empty if only host memory is checked.
+    pub(super) required: Vec<String>,
 }
 
 /// Lists the combinations of `selection` that this machine supports, and the skipped ones with
@@ -89,8 +93,10 @@ pub(super) fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> 
         let narrowed = selection.iface.is_some() || selection.provider.is_some();
         let missed =
             |name: &String| absent.is_missed_by(name, machine.nics(Some(name)).next().is_some());
-        if by.as_ref().map_or(!narrowed, missed) {
-            plan.skipped.push(absent.into());
+        let failed = machine.failed_to_open(absent);
+        if by.as_ref().map_or(failed || !narrowed, missed) {
+            let list = if failed { &mut plan.failures } else { &mut plan.skipped };
+            list.push(absent.into());
         }
     }
 
@@ -105,9 +111,21 @@ pub(super) fn plan<'a>(machine: &'a Machine, selection: &Selection) -> Plan<'a> 
             ]);
             memories.extend(huge_pages(&mut plan.skipped));
         } else {
-            match of_devices(iface) {
+            let name = iface.name();
+            let devices = match iface.devices() {
+                Ok(devices) => devices,
+                Err(why) => {
+                    plan.failures.push(Skipped::new(format!("devices of {name}"), why));
+                    continue;
+                }
+            };
+            let host_only = selection.path == Some(Path::PlainHost);
+            if machine.hmem.names_iface(iface.kind()) && !devices.is_empty() && !host_only {
+                plan.required.push(name.to_owned());
+            }
+            match of_devices(iface, &devices) {
                 Ok(found) => memories.extend(found),
-                Err(why) => plan.skipped.push(Skipped::new(format!("iface {}", iface.name()), why)),
+                Err(why) => plan.skipped.push(Skipped::new(format!("iface {name}"), why)),
             }
         }
     }
@@ -144,15 +162,13 @@ fn huge_pages(skipped: &mut Vec<Skipped>) -> Option<MemorySort> {
 /// Returns each kind of memory on each device of an iface, and the iface's host memory once.
 ///
 /// # Errors
-/// The reason why the iface has no memory to check: it has no allocator, no device, or it cannot
-/// list its devices.
-fn of_devices(iface: &Arc<dyn Iface>) -> Result<Vec<MemorySort>, Problem> {
+/// The reason why the iface has no memory to check: it has no allocator or no device.
+fn of_devices(iface: &Arc<dyn Iface>, devices: &[Device]) -> Result<Vec<MemorySort>, &'static str> {
     if iface.allocator().is_none() {
-        return Err("this iface cannot allocate memory".into());
+        return Err("this iface cannot allocate memory");
     }
-    let devices = iface.devices()?;
     if devices.is_empty() {
-        return Err("the iface has no device".into());
+        return Err("the iface has no device");
     }
     let of = |device: Option<DeviceId>, kind| MemorySort::Allocated {
         iface: Arc::clone(iface),

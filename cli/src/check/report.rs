@@ -2,6 +2,7 @@
 
 use std::io::{self, Write};
 
+use hmem::Path;
 use serde::Serialize;
 
 use super::StaleRow;
@@ -71,6 +72,9 @@ pub struct Report {
     pub skipped: Vec<Skipped>,
     /// The ifaces that `FI_HMEM` names and that are unavailable, with reasons.
     pub missing: Vec<Skipped>,
+    /// The NICs that cannot be opened, the ifaces whose devices cannot be listed, and the ifaces
+    /// that `FI_HMEM` names and of whose devices no memory was verified, with reasons.
+    pub failures: Vec<Skipped>,
     /// The setting of the environment that disables caches or the monitor of host memory; `None` if
     /// both are on.
     #[serde(skip)]
@@ -78,13 +82,25 @@ pub struct Report {
 }
 
 impl Report {
-    /// Returns whether at least one combination or monitor was checked, all of them were verified,
-    /// and all ifaces that `FI_HMEM` names are available.
+    /// Returns whether the machine passed the check. All of this must be true:
+    ///
+    /// - At least one combination or monitor was checked, and all of them were verified.
+    /// - All ifaces that `FI_HMEM` names are available.
+    /// - [`Self::failures`] is empty.
     #[must_use]
     pub fn passed(&self) -> bool {
         self.missing.is_empty()
+            && self.failures.is_empty()
             && self.outcomes().next().is_some()
             && self.outcomes().all(|verified| verified)
+    }
+
+    /// Returns whether memory of a device of the iface was verified. Device memory that a NIC
+    /// reaches as host pages, such as managed memory, does not count.
+    pub(super) fn has_verified(&self, iface: &str) -> bool {
+        let host = Path::PlainHost.name();
+        let mut rows = self.rows.iter().filter(|row| row.iface == iface && row.path != host);
+        rows.any(|row| row.verified && row.device.is_some())
     }
 
     /// Returns the field `verified` of each row: first of the combinations, then of the monitors.
@@ -101,11 +117,19 @@ impl Report {
             (_, 0) => format!("all {rows} combinations verified, {skipped} skipped"),
             _ => format!("{failed} of {rows} combinations FAILED, {skipped} skipped"),
         };
-        if self.missing.is_empty() {
-            return summary;
-        }
-        let missing: Vec<_> = self.missing.iter().map(|missing| missing.what.clone()).collect();
-        format!("{summary}; FAILED: FI_HMEM names {}, which is unavailable", missing.join(", "))
+        let names = |entries: &[Skipped]| {
+            let names: Vec<_> = entries.iter().map(|entry| entry.what.clone()).collect();
+            names.join(", ")
+        };
+        let missing = match names(&self.missing) {
+            names if names.is_empty() => names,
+            names => format!("; FAILED: FI_HMEM names {names}, which is unavailable"),
+        };
+        let failures = match names(&self.failures) {
+            names if names.is_empty() => names,
+            names => format!("; FAILED: {names}"),
+        };
+        format!("{summary}{missing}{failures}")
     }
 }
 
@@ -134,10 +158,13 @@ pub fn text(out: &mut dyn Write, report: &Report, style: Style) -> io::Result<()
         (row.error.as_deref().unwrap_or("unknown"), what)
     });
     let groups = grouped(failed.chain(caught));
-    if !groups.is_empty() {
+    if !groups.is_empty() || !report.failures.is_empty() {
         style.heading(out, "Failed")?;
         for (error, subjects) in groups {
             style.item(out, &format!("{}:", abbreviated(&subjects)), error)?;
+        }
+        for failure in &report.failures {
+            failure.problem.item(out, &format!("{}:", failure.what), style)?;
         }
         writeln!(out)?;
     }

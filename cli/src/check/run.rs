@@ -70,11 +70,13 @@ struct ProbeResult {
 /// After a leak the combination is checked again. Only a second leak is a failure, since drivers
 /// keep resources that they opened at the first use.
 pub(super) fn case(machine: &Machine, case: &Case<'_>, selection: &Selection, report: &mut Report) {
+    // A failure is reported without its leaks.
+    let sound = |ended: &_| matches!(ended, Ok(()) | Err(Ended::Unsupported(_)));
     let (mut shown, mut ended, left) = attempt(machine, case, selection, report);
-    if ended.is_ok() && left.is_some() {
+    if sound(&ended) && left.is_some() {
         let left;
         (shown, ended, left) = attempt(machine, case, selection, report);
-        if let Some(left) = left.filter(|_| ended.is_ok()) {
+        if let Some(left) = left.filter(|_| sound(&ended)) {
             ended = Err(Ended::Failed(format!("left behind after the check: {left}")));
         }
     }
@@ -170,13 +172,20 @@ fn on_domain(
         };
         match size.allocate_and_run() {
             Ok(()) => shown.sizes.push(extent.len),
-            // A limit on locked memory bounds the size of registrations. It is not a failure.
-            Err(Ended::Unsupported(why)) if why.kind() == ErrorKind::OutOfResources => {
-                if shown.sizes.is_empty() {
-                    return Err(why.into());
+            Err(Ended::Unsupported(why)) => {
+                let limited = why.kind() == ErrorKind::OutOfResources;
+                match (limited, shown.sizes.is_empty()) {
+                    (false, true) => return Err(Ended::Unsupported(why)),
+                    // A limit on locked memory bounds the size of registrations. It is not a
+                    // failure.
+                    (true, false) => {
+                        let what = format!("{case}, {} bytes", extent.len);
+                        report.skipped.push(Skipped::new(what, explained(machine, case, &why)));
+                    }
+                    // A feature that another size has shown is not missing, and no limit may refuse
+                    // every size.
+                    _ => return Err(why.into()),
                 }
-                let what = format!("{case}, {} bytes", extent.len);
-                report.skipped.push(Skipped::new(what, explained(machine, case, &why)));
             }
             Err(ended) => return Err(ended),
         }
@@ -310,6 +319,7 @@ impl SizeCheck<'_> {
 
     /// Converts the error of a refused registration of the checked memory: to `Unsupported` if the
     /// hardware lacks a feature or a resource limit is reached, and otherwise to `Ended::Error`.
+    /// Hardware need not support allocations of device ifaces, but must support host memory.
     fn refused(&mut self, error: Error) -> Ended {
         let lacks = matches!(
             error.kind(),
@@ -323,7 +333,8 @@ impl SizeCheck<'_> {
             .trace()
             .iter()
             .any(|attempt| attempt.cause_name == Some("peer-memory-module-missing"));
-        if (lacks || no_client) && !self.case.software {
+        let optional = matches!(self.case.memory, MemorySort::Allocated { .. });
+        if (lacks || no_client) && optional && !self.case.software {
             return Ended::Unsupported(error);
         }
         if self.shown.sizes.is_empty() {

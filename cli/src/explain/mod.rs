@@ -125,9 +125,7 @@ fn pairs<'a>(
     });
     let mut failed = false;
     for absent in absent {
-        // Software NICs are absent from a kernel without io_uring, and are no failure.
-        let mut unopened = machine.hmem.absent_providers();
-        failed |= absent.sort == "NIC" && unopened.any(|(name, _)| name == absent.name);
+        failed |= machine.failed_to_open(absent);
         skipped.push(Skipped::from(absent));
     }
     for (kind, why) in machine.hmem.registry().absent() {

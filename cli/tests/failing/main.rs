@@ -10,9 +10,9 @@ extern crate hmem as hmem_core;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hmem::{
-    Errno, Hmem, Iface,
+    Errno, Error, ErrorKind, Hmem, Iface, Path,
     loopback::{self, Loopback},
-    provider::Provider,
+    provider::{Imports, Provider},
     system::{self, AddressReuse, DmaBufKind, P2pMatrix, SIMULATED, Simulated},
 };
 use hmem_cli::{
@@ -55,6 +55,13 @@ fn machine(
         count: Box::new(move || watched.stats().live_allocations),
     });
     machine.add(Arc::new(provider), true, "for tests").unwrap();
+    machine
+}
+
+/// Returns a machine whose NIC counts as hardware, which may lack a feature.
+fn hardware(iface: Arc<dyn Iface>, provider: Loopback, watch: &Arc<Simulated>) -> Machine {
+    let mut machine = machine(iface, provider, watch);
+    machine.nics[0].software = false;
     machine
 }
 
@@ -282,6 +289,133 @@ fn device_without_export_is_checked_only_over_staged() {
         "{:?}",
         report.skipped
     );
+}
+
+/// DIAG-02 HM-12
+///
+/// A check passes only if it verified device memory of each iface that the filter names. Managed
+/// memory, which the NIC reaches as host pages, does not count.
+#[test]
+fn named_iface_without_verified_device_memory_fails_the_check() {
+    let _alone = alone();
+    let device = Arc::new(Simulated::builder().dma_buf(DmaBufKind::None).build().unwrap());
+    let imports = Imports { dma_buf: true, ..Imports::default() };
+    let nic = Loopback::builder().imports(imports).build().unwrap();
+    let machine = hardware(Arc::clone(&device) as _, nic, &device);
+    let report = run(&machine);
+    assert!(report.rows.iter().all(|row| row.verified), "{report:?}");
+    assert!(row(&report, "managed", "plain-host").device.is_some());
+    assert!(!report.passed());
+    let failures: Vec<_> = report.failures.iter().map(|failure| failure.what.as_str()).collect();
+    assert_eq!(failures, ["iface simulated"]);
+    let mut out = Vec::new();
+    text(&mut out, &report, Style::plain()).unwrap();
+    let out = String::from_utf8(out).unwrap();
+    assert!(out.contains("FI_HMEM names the iface, but no memory of its devices"), "{out}");
+    assert!(out.contains("FAILED: iface simulated"), "{out}");
+
+    for selection in [
+        Selection { iface: Some("system".into()), stale_rounds: 0, ..quick() },
+        Selection { path: Some(Path::PlainHost), ..quick() },
+    ] {
+        let report = check(&machine, &selection, |_, _, _| {}).expect("good variables");
+        assert!(report.passed(), "device memory was not selected: {report:?}");
+    }
+}
+
+/// DIAG-02
+#[test]
+fn devices_that_cannot_be_listed_fail_the_check() {
+    let _alone = alone();
+    let simulated = simulated();
+    let machine = machine(Arc::clone(&simulated) as _, loopback(), &simulated);
+    simulated.faults().fail_always(system::DeviceCall::Devices, Errno(5));
+    let report = check(&machine, &Selection { iface: None, ..quick() }, |_, _, _| {})
+        .expect("good variables");
+    assert!(report.rows.iter().all(|row| row.verified), "{report:?}");
+    assert!(!report.passed());
+    let [failure] = &report.failures[..] else { panic!("{report:?}") };
+    assert_eq!(failure.what, "devices of simulated");
+    assert!(failure.why.contains("EIO (5)"), "{failure:?}");
+}
+
+/// DIAG-02
+///
+/// A provider that does not start is no failure.
+#[test]
+fn nic_that_cannot_be_opened_fails_the_check() {
+    let _alone = alone();
+    for (name, passes) in [("my-nics/nic0", false), ("my-nics", true)] {
+        let refused: hmem::Result<Loopback> = Err(Error::new(ErrorKind::Driver, "open"));
+        let builder = Hmem::builder().without_vendor_ifaces().provider_or_absent(name, refused);
+        let mut machine = Machine::without_software(builder).unwrap();
+        machine.add(Arc::new(loopback()), true, "for tests").unwrap();
+        for (iface, provider, listed) in [
+            (None, None, true),
+            (Some("system"), None, !passes),
+            (None, Some("my-nics"), true),
+            (None, Some("loopback"), false),
+        ] {
+            let (iface, provider) = (iface.map(str::to_owned), provider.map(str::to_owned));
+            let selection = Selection { iface, provider, ..quick() };
+            let report = check(&machine, &selection, |_, _, _| {}).expect("good variables");
+            let list = if passes { &report.skipped } else { &report.failures };
+            let found = list.iter().any(|entry| entry.what.ends_with(name));
+            assert_eq!(found, listed, "{report:?}");
+            assert_eq!(report.failures.is_empty(), passes || !listed, "{report:?}");
+            assert_eq!(report.passed(), !report.rows.is_empty() && (passes || !listed));
+        }
+    }
+}
+
+/// DIAG-02
+///
+/// Hardware need not support device memory, but must support host memory.
+#[test]
+fn hardware_that_does_not_register_host_memory_fails_the_check() {
+    let _alone = alone();
+    let simulated = simulated();
+    let faults = loopback::Faults::new();
+    let nic = Loopback::builder().faults(&faults).build().unwrap();
+    let machine = hardware(Arc::clone(&simulated) as _, nic, &simulated);
+    (1..1000).for_each(|nth| faults.fail_nth(loopback::NicCall::Register, nth, Errno(95)));
+    let report = check(&machine, &Selection { iface: None, ..quick() }, |_, _, _| {})
+        .expect("good variables");
+    failed(&report, "heap", "plain-host", &["register", "EOPNOTSUPP (95)"]);
+    assert!(report.rows.iter().all(|row| row.iface == "system"), "{report:?}");
+    assert!(report.skipped.iter().any(|skipped| skipped.what.contains("device")));
+}
+
+/// DIAG-02
+///
+/// A NIC that registered the memory with one size has the feature, and must not lack it for the
+/// next size.
+#[test]
+fn memory_that_is_refused_after_a_verified_size_fails_the_check() {
+    let _alone = alone();
+    let simulated = simulated();
+    let faults = loopback::Faults::new();
+    let nic = Loopback::builder().faults(&faults).build().unwrap();
+    let machine = hardware(Arc::clone(&simulated) as _, nic, &simulated);
+    // The first size has one byte and registers the memory, a source and a sink.
+    faults.fail_nth(loopback::NicCall::Register, 4, Errno(95));
+    let report = run(&machine);
+    failed(&report, "host", "plain-host", &["EOPNOTSUPP (95)"]);
+    assert_eq!(row(&report, "host", "plain-host").sizes, [1]);
+}
+
+/// DIAG-02
+#[test]
+fn leak_of_a_skipped_combination_fails_the_check() {
+    let _alone = alone();
+    let simulated = simulated();
+    let faulty = Faulty { simulated: Arc::clone(&simulated), fault: Fault::KeepsMemory };
+    let faults = loopback::Faults::new();
+    let nic = Loopback::builder().faults(&faults).build().unwrap();
+    let machine = hardware(Arc::new(faulty), nic, &simulated);
+    (1..1000).for_each(|nth| faults.fail_nth(loopback::NicCall::Register, nth, Errno(95)));
+    let report = run(&machine);
+    failed(&report, "device", "dma-buf", &["left behind", "allocations"]);
 }
 
 /// DIAG-02
