@@ -112,7 +112,7 @@ fn measure_in_order(
         side: Default::default(),
     };
     let room = request.room();
-    let end = End::open(config, Role::Client, &request, plan.depth)?;
+    let mut end = End::open(config, Role::Client, &request, plan.depth)?;
     request.endpoint = end.endpoint.name().0;
     request.side = end.side.clone();
     peer.send(&Message::Request(request.clone()))?;
@@ -127,6 +127,7 @@ fn measure_in_order(
     };
     let theirs = ready.side.plain();
     let target = end.connect(ready.endpoint, &theirs)?;
+    end.expect_transfers();
     let operand = (plan.op == PerfOp::Atomic).then(|| end.register_word(ADDEND)).transpose()?;
     if report.is_none() {
         let first = Report::new(Role::Client, peer.address, &request, end.side.clone(), theirs);

@@ -3,7 +3,10 @@
 use std::{
     mem,
     ops::Deref,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -39,6 +42,26 @@ pub(super) struct EndConfig<'a> {
     pub(super) direct_paths: Option<&'a [DirectPath]>,
     /// True to count and time the registrations, for the report.
     pub(super) metrics: bool,
+    /// Number of kept bytes (of [`TransferRegion`]s) from which on a server refuses clients, each of
+    /// which may add to them.
+    pub(super) most_kept: u64,
+}
+
+/// The usual value of [`EndConfig::most_kept`].
+pub(super) const MOST_KEPT: u64 = 1 << 30;
+
+impl EndConfig<'_> {
+    /// Returns an error if the process keeps too much memory to serve another client.
+    fn refuse_if_too_much_is_kept(&self) -> Result<()> {
+        let kept = KEPT_BYTES.load(Ordering::Relaxed);
+        if kept < self.most_kept {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::OutOfResources, "serve client")
+            .context("kept", kept)
+            .context("why", "transfers of clients that hung up may still use their memory")
+            .remedy("restart the server, which frees this memory"))
+    }
 }
 
 /// Registered memory and an endpoint of one side.
@@ -53,6 +76,8 @@ pub(super) struct End {
     pub(super) domain: Domain,
     /// The description that reports print and the other side receives.
     pub(super) side: EndDescription,
+    /// True on a NIC of libfabric: transfers may outlive the endpoint.
+    of_libfabric: bool,
     /// True if the NIC moves bytes only while this side polls. Without polls, the requests of the
     /// other side do not move bytes either.
     polls: bool,
@@ -67,6 +92,9 @@ impl End {
         request: &wire::Request,
         depth: u32,
     ) -> Result<Self> {
+        if role == Role::Server {
+            config.refuse_if_too_much_is_kept()?;
+        }
         let buffer = allocate(config.iface, Some(config.device), request.room())?;
         let direct = config.direct_paths.is_some_and(|listed| !listed.is_empty());
         let attr = DomainAttr {
@@ -90,7 +118,7 @@ impl End {
         let key = if role == Role::Client { 2 } else { 1 };
         let registration = Request::new(buffer, access).key(key);
         let region = domain.submit(registration.ordering(request.ordering.into()))?;
-        let region = TransferRegion::new(region, config.nic);
+        let region = TransferRegion { region: Some(region), keeps_memory: false };
         let depth = depth as usize;
         let queue = domain.open_cq(depth)?;
         let endpoint =
@@ -107,7 +135,14 @@ impl End {
             reason: decision.reason.clone(),
             trace: decision.attempts.iter().map(Attempt::from).collect(),
         };
-        Ok(Self { endpoint, queue, region, domain, side, polls })
+        let of_libfabric = config.nic.is_of_libfabric();
+        Ok(Self { endpoint, queue, region, domain, side, of_libfabric, polls })
+    }
+
+    /// Makes the region keep its memory until [`Self::close`] if transfers may outlive the endpoint.
+    /// The caller calls this before the first transfer can use the region.
+    pub(super) fn expect_transfers(&mut self) {
+        self.region.keeps_memory = self.of_libfabric;
     }
 
     /// Registers 8 bytes of host memory that contain `word`.
@@ -167,9 +202,14 @@ impl End {
     }
 }
 
+/// Number of bytes that dropped [`TransferRegion`]s did not free. They stay allocated until the
+/// process ends.
+static KEPT_BYTES: AtomicU64 = AtomicU64::new(0);
+
 /// A region that transfers use. On a NIC of libfabric, dropping the value closes the region but
 /// does not free the memory: libfabric's software providers do not end transfers, so a transfer may
-/// still use the memory. On these NICs only [`Self::close`] frees the memory.
+/// still use the memory. On these NICs only [`Self::close`] frees the memory, from
+/// [`End::expect_transfers`] on.
 #[derive(Debug)]
 pub(super) struct TransferRegion<M: Memory> {
     /// The region; `None` once it is closed.
@@ -179,10 +219,6 @@ pub(super) struct TransferRegion<M: Memory> {
 }
 
 impl<M: Memory> TransferRegion<M> {
-    fn new(region: Region<M>, nic: &ProviderNic) -> Self {
-        Self { region: Some(region), keeps_memory: nic.is_of_libfabric() }
-    }
-
     /// Closes the region and frees its memory. The caller has ended all transfers that use the
     /// region.
     pub(super) fn close(mut self) -> Result<()> {
@@ -204,6 +240,7 @@ impl<M: Memory> Deref for TransferRegion<M> {
 impl<M: Memory> Drop for TransferRegion<M> {
     fn drop(&mut self) {
         let Some(region) = self.region.take().filter(|_| self.keeps_memory) else { return };
+        KEPT_BYTES.fetch_add(region.range().len(), Ordering::Relaxed);
         match region.close() {
             Ok(memory) => mem::forget(memory),
             // Dropping the region keeps its memory if it cannot be closed.
@@ -281,4 +318,83 @@ pub(super) fn completed(completion: Completion, size: u64) -> Result<()> {
             .context("expected", size));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        net::{TcpListener, TcpStream},
+        thread,
+    };
+
+    use hmem::{Hmem, loopback::Loopback, provider::Provider as _};
+
+    use super::{super::server::Client, *};
+    use crate::{libfabric, perf::figures::Order};
+
+    /// Connects a client to a server on a NIC that the command takes for one of libfabric. The
+    /// client sends `request` and hangs up after the server's answer. Returns the answer, and the
+    /// number of bytes that the server kept.
+    fn hang_up(config: &EndConfig<'_>, request: wire::Request) -> (Result<Message>, u64) {
+        let before = KEPT_BYTES.load(Ordering::Relaxed);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let answer = thread::scope(|scope| {
+            let server = scope.spawn(move || {
+                let (stream, address) = listener.accept().unwrap();
+                Client::accept(stream, address).unwrap().serve(config).unwrap_err()
+            });
+            let mut peer = Peer::greet(TcpStream::connect(address).unwrap(), address).unwrap();
+            peer.send(&Message::Request(request)).unwrap();
+            let answer = peer.receive("ready", PATIENCE);
+            drop(peer);
+            server.join().unwrap();
+            answer
+        });
+        (answer, KEPT_BYTES.load(Ordering::Relaxed) - before)
+    }
+
+    /// A client cannot use up the memory of a server by hanging up: the server frees the memory of a
+    /// client that it has not answered, and refuses clients once too much memory is kept.
+    #[test]
+    fn server_keeps_only_memory_that_a_transfer_may_use() {
+        let hmem = Hmem::builder().without_vendor_ifaces().build().unwrap();
+        let loopback = Loopback::builder().build().unwrap();
+        let mut attr = loopback.nics().unwrap().remove(0);
+        attr.nic.provider = libfabric::NAME.into();
+        let nic = ProviderNic::new(Arc::new(loopback), attr, true, "");
+        let config = EndConfig {
+            hmem: &hmem,
+            nic: &nic,
+            iface: hmem.registry().iter().next().unwrap(),
+            device: DeviceId(0),
+            direct_paths: None,
+            metrics: false,
+            most_kept: MOST_KEPT,
+        };
+        let mut request = wire::Request {
+            op: PerfOp::Write,
+            ordering: Order::Strict,
+            sizes: vec![1 << 16],
+            depth: 1,
+            seed: 1,
+            endpoint: Vec::new(),
+            side: EndDescription::default(),
+        };
+        let (answer, kept) = hang_up(&config, request.clone());
+        assert!(answer.is_err(), "the provider of the client is another: {answer:?}");
+        assert_eq!(kept, 0);
+
+        let client = End::open(&config, Role::Client, &request, 1).unwrap();
+        (request.endpoint, request.side) = (client.endpoint.name().0, client.side.clone());
+        let (answer, kept) = hang_up(&config, request.clone());
+        assert!(matches!(answer, Ok(Message::Ready(_))), "{answer:?}");
+        assert!(kept >= 1 << 16, "a transfer may still use the memory: {kept} bytes kept");
+        client.close().unwrap();
+
+        let (answer, more) = hang_up(&EndConfig { most_kept: kept, ..config }, request);
+        let refused = answer.unwrap_err().to_string();
+        assert!(refused.contains("restart the server"), "{refused}");
+        assert_eq!(more, 0);
+    }
 }

@@ -27,7 +27,7 @@ use hmem::{DeviceId, Errno, Error, ErrorKind, IfaceKind, Result, cause::Step};
 
 use self::{
     client::{Amount, Observer, Plan},
-    end::EndConfig,
+    end::{EndConfig, MOST_KEPT},
     layout::{Layout, WORD},
     server::Client,
     wire::Request,
@@ -379,7 +379,8 @@ fn end_config<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<EndConfig<'a>
         return Err(unknown_device(name, device.0, &known).into());
     }
     let (hmem, nic) = (&machine.hmem, nic(machine, args)?);
-    Ok(EndConfig { hmem, nic, iface, device, direct_paths: None, metrics: args.metrics })
+    let (metrics, most_kept) = (args.metrics, MOST_KEPT);
+    Ok(EndConfig { hmem, nic, iface, device, direct_paths: None, metrics, most_kept })
 }
 
 fn nic<'a>(machine: &'a Machine, args: &PerfArgs) -> Result<&'a ProviderNic, Failure> {
@@ -430,7 +431,11 @@ mod tests {
 
     use hmem::Hmem;
 
-    use super::*;
+    use super::{
+        end::End,
+        wire::{self, Begin, Message, Peer},
+        *,
+    };
 
     fn config(machine: &Machine) -> EndConfig<'_> {
         let hardware = |nic: &&ProviderNic| nic.software && nic.attr.nic.name == "hardware";
@@ -441,6 +446,7 @@ mod tests {
             device: DeviceId(0),
             direct_paths: None,
             metrics: false,
+            most_kept: MOST_KEPT,
         }
     }
 
@@ -483,6 +489,70 @@ mod tests {
                 assert!(host.bytes >= 8 * registrations, "{host:?}");
                 let timed: u64 = metrics.latency.iter().map(|range| range.count).sum();
                 assert_eq!((timed, metrics.refusals.len()), (registrations, 0));
+            }
+        }
+    }
+
+    /// Serves one client, whose messages `converse` sends.
+    fn serve_one(config: &EndConfig<'_>, converse: impl FnOnce(&mut Peer)) -> Result<Report> {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("the address of the listener");
+        thread::scope(|scope| {
+            let server = scope.spawn(|| accept(&listener)?.serve(config));
+            let stream = TcpStream::connect(address).expect("the server listens");
+            converse(&mut Peer::greet(stream, address).expect("a greeting"));
+            server.join().expect("no panic")
+        })
+    }
+
+    /// The server reports only results of transfers that it has verified.
+    #[test]
+    fn results_of_sizes_that_were_not_measured_are_refused() {
+        let machine = Machine::find(Hmem::builder()).expect("the software NIC at least");
+        let config = config(&machine);
+        let row = Row {
+            bytes: 8,
+            ordering: Order::Strict,
+            verified: true,
+            bandwidth: None,
+            latency: None,
+            gain: None,
+        };
+        for (runs, row, accepted) in [
+            (0, row, false),
+            (1, row, true),
+            (1, Row { bytes: 16, ..row }, false),
+            (1, Row { verified: false, ..row }, false),
+        ] {
+            let mut request = Request {
+                op: PerfOp::Write,
+                ordering: Order::Strict,
+                sizes: vec![8],
+                depth: 1,
+                seed: 1,
+                endpoint: Vec::new(),
+                side: EndDescription::default(),
+            };
+            let client = End::open(&config, Role::Client, &request, 1).expect("the software NIC");
+            (request.endpoint, request.side) = (client.endpoint.name().0, client.side.clone());
+            let served = serve_one(&config, |peer| {
+                let mut ask = |message: &Message, answers: bool| {
+                    peer.send(message).expect("the server listens");
+                    answers.then(|| peer.receive("an answer", wire::PATIENCE).expect("an answer"));
+                };
+                ask(&Message::Request(request), true);
+                for _ in 0..runs {
+                    ask(&Message::Begin(Begin { size: 8, seed: 1 }), true);
+                    ask(&Message::End { transfers: 0 }, true);
+                }
+                ask(&Message::Results(vec![row]), false);
+            });
+            match served {
+                Ok(report) => assert!(accepted && report.results.len() == 1),
+                Err(error) => {
+                    let words = "not those of the measurements";
+                    assert!(!accepted && error.to_string().contains(words), "{error}");
+                }
             }
         }
     }

@@ -10,7 +10,7 @@ use hmem::{Error, ErrorKind, Result};
 
 use super::{
     end::{End, EndConfig, Idle, completed},
-    figures::Role,
+    figures::{Role, Row},
     layout::{Layout, WORD, same},
     metrics::Metrics,
     report::Report,
@@ -82,9 +82,10 @@ fn serve_request(
 ) -> Result<ControlFlow<Report, Request>> {
     let receives = request.depth + SPARE_RECEIVES;
     let depth = if request.op == PerfOp::Send { receives } else { request.depth };
-    let end = End::open(config, Role::Server, &request, depth)?;
+    let mut end = End::open(config, Role::Server, &request, depth)?;
     let theirs = request.side.clone().plain();
     end.connect(request.endpoint.clone(), &theirs)?;
+    end.expect_transfers();
 
     let mut server = Server { peer, end, request, posted: 0, received: 0 };
     if server.request.op == PerfOp::Send {
@@ -97,10 +98,17 @@ fn serve_request(
     let ready =
         Ready { endpoint: server.end.endpoint.name().0, key, side: server.end.side.clone() };
     server.peer.send(&Message::Ready(ready))?;
+    let mut runs = 0;
     let last = loop {
         match server.end.receive(server.peer, "begin")? {
-            Message::Begin(begin) => server.run(begin)?,
-            Message::Results(results) => break ControlFlow::Break(results),
+            Message::Begin(begin) => {
+                server.run(begin)?;
+                runs += 1;
+            }
+            Message::Results(results) => {
+                check_results(&results, runs, &server.request, server.peer)?;
+                break ControlFlow::Break(results);
+            }
             Message::Request(next) => break ControlFlow::Continue(next),
             other => return Err(server.peer.out_of_turn("begin", &other)),
         }
@@ -134,6 +142,19 @@ fn check(request: &Request, peer: &Peer) -> Result<()> {
         return refuse("size", *size);
     }
     Ok(())
+}
+
+/// Returns an error if the results are not those of measurements that the server verified. `runs`
+/// is the number of verified runs.
+fn check_results(results: &[Row], runs: u64, request: &Request, peer: &Peer) -> Result<()> {
+    let served = |row: &Row| row.verified && request.sizes.contains(&row.bytes);
+    if runs > 0 && results.iter().all(served) {
+        return Ok(());
+    }
+    Err(peer
+        .malformed("results")
+        .context("why", "they are not those of the measurements")
+        .remedy("run the same version of hmem on both sides"))
 }
 
 /// A server that is connected to a client for one request.

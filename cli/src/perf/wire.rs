@@ -275,9 +275,13 @@ impl Peer {
             .context("peer", self.address)
             .context("in", what);
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => lost
-                .context("why", "no answer in time")
-                .remedy("check that the other side runs hmem perf"),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                let remedy = match what {
+                    "ready" => "try again later: the server may be measuring another client",
+                    _ => "check that the other side runs hmem perf",
+                };
+                lost.context("why", "no answer in time").remedy(remedy)
+            }
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => lost
                 .errno(Errno::of(error))
                 .context("why", "the other side hung up")
@@ -292,6 +296,15 @@ mod tests {
     use std::{net::TcpListener, thread};
 
     use super::*;
+
+    #[test]
+    fn client_that_waits_for_a_busy_server_gets_the_reason() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut peer = Peer { stream: TcpStream::connect(address).unwrap(), address };
+        let error = peer.receive("ready", Duration::ZERO).unwrap_err().to_string();
+        assert!(error.contains("measuring another client"), "{error}");
+    }
 
     /// The deadline for receiving a message applies to the whole message, not to each byte.
     #[test]
