@@ -234,10 +234,19 @@ pub(super) fn place(path: &str) -> Option<PciLocation> {
 /// The sysfs folder with a link to each PCI function.
 const FOLDER: &str = "sys/bus/pci/devices";
 
+/// Maximum number of PCI functions in a recording, which bounds the work on a recording of unknown
+/// origin.
+const MOST_FUNCTIONS: usize = 4096;
+
 /// Reads every PCI function.
 pub(super) fn read_all(source: &Source) -> Result<BTreeMap<BusId, PciDevice>> {
     let mut devices = BTreeMap::new();
-    for name in source.names(FOLDER)?.unwrap_or_default() {
+    let names = source.names(FOLDER)?.unwrap_or_default();
+    if !source.is_live() && names.len() > MOST_FUNCTIONS {
+        let problem = format!("more than {MOST_FUNCTIONS} PCI functions");
+        return Err(source.malformed(FOLDER, problem));
+    }
+    for name in names {
         let path = format!("{FOLDER}/{name}");
         let Some(id) = BusId::read(&name) else {
             return Err(source.malformed(&path, "not the address of a PCI function"));
@@ -448,7 +457,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{super::source::SourceEntry, *};
 
     #[test]
     fn absurd_links_are_refused() {
@@ -473,6 +482,19 @@ mod tests {
         assert_eq!((vmd.root.to_string().as_str(), vmd.functions.len()), ("pci10000:e0", 2));
         assert!(place("sys/devices/virtual/infiniband/rxe0").is_none());
         assert!(place("sys/devices/pci0000:00").is_none());
+    }
+
+    #[test]
+    fn recording_with_too_many_functions_is_refused() {
+        let entry = |nth: usize| {
+            let path = format!("{FOLDER}/{nth:04x}:00:00.0");
+            (path, SourceEntry::Link("nowhere".into()))
+        };
+        for (count, problem) in [(4096, "0000:00:00.0"), (4097, "more than 4096 PCI functions")] {
+            let entries = (0..count).map(entry).collect();
+            let error = read_all(&Source::Archive { name: "test".into(), entries }).unwrap_err();
+            assert!(error.to_string().contains(problem), "{error}");
+        }
     }
 
     #[test]

@@ -290,12 +290,13 @@ fn is_release(text: &str) -> bool {
 }
 
 /// Returns the parameters of a kernel command line that are in [`WORDS`]. Words after `--` are not
-/// parameters of the kernel.
+/// parameters of the kernel. Words with control characters, which a recording may contain, are left
+/// out, since a terminal would obey them.
 fn words(text: &str) -> Vec<String> {
     let own = text.split_whitespace().take_while(|word| *word != "--");
     let name = |word: &str| word.split('=').next().map(str::to_owned);
     own.filter(|word| name(word).is_some_and(|name| WORDS.contains(&name.as_str())))
-        .filter(|word| word.len() < 256)
+        .filter(|word| word.len() < 256 && !word.contains(char::is_control))
         .map(str::to_owned)
         .collect()
 }
@@ -404,6 +405,7 @@ mod tests {
         let line =
             "BOOT_IMAGE=/vmlinuz root=UUID=123 intel_iommu=on iommu=pt pci=realloc quiet -- pci=no";
         assert_eq!(words(line), ["intel_iommu=on", "iommu=pt", "pci=realloc"]);
+        assert_eq!(words("iommu=\u{1b}[2Jpt iommu=\u{9b}pt pci=realloc"), ["pci=realloc"]);
     }
 
     #[test]

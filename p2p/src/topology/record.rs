@@ -249,12 +249,12 @@ mod tests {
     }
 
     #[test]
-    fn nul_bytes_in_the_command_line_are_recorded() {
+    fn words_with_nul_bytes_in_the_command_line_are_left_out() {
         let mut entries = laptop();
-        let line = SourceEntry::File(b"intel_iommu=a\0\0b\n".to_vec());
+        let line = SourceEntry::File(b"intel_iommu=a\0\0b iommu=pt\n".to_vec());
         entries.insert("proc/cmdline".to_owned(), line);
         let topology = read(entries).unwrap();
-        assert_eq!(topology.kernel().command_line, ["intel_iommu=a\0\0b"]);
+        assert_eq!(topology.kernel().command_line, ["iommu=pt"]);
         assert_eq!(read(topology.entries()).unwrap(), topology);
     }
 
