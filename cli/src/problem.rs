@@ -290,12 +290,19 @@ pub(crate) fn line_on_stderr(line: impl fmt::Display) {
 
 /// Prints lines on stderr, wrapped if stderr is a terminal.
 fn lines_on_stderr(text: &str) {
+    let text = &without_control_characters(text);
     let mut out = io::stderr().lock();
     // An error of stderr cannot be reported anywhere.
     let _ = match stderr_columns() {
         Some(width) => print_wrapped(&mut out, text, width),
         None => writeln!(out, "{}", text.trim_end()),
     };
+}
+
+/// Replaces control characters other than line feeds by spaces. A terminal would obey them, and an
+/// error may contain text of another host.
+fn without_control_characters(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && c != '\n', " ")
 }
 
 /// Prints lines that are wrapped to `width` columns. Continuation lines are indented by two columns
@@ -336,6 +343,13 @@ mod tests {
         print_wrapped(&mut out, "error: no NIC\n  remedy: install the library\n", 20).unwrap();
         let text = String::from_utf8(out).unwrap();
         assert_eq!(text, "error: no NIC\n  remedy: install\n    the library\n");
+    }
+
+    #[test]
+    fn control_characters_are_not_printed() {
+        let text = "error: \u{1b}[2Jno NIC\u{9b}\r\n  remedy: wait\n";
+        let printed = without_control_characters(text);
+        assert_eq!(printed, "error:  [2Jno NIC  \n  remedy: wait\n");
     }
 
     #[test]

@@ -247,7 +247,7 @@ impl EndpointState {
             let why = "resolve the name of an endpoint of the same provider";
             return Err(Error::new(ErrorKind::Unreachable, "resolve")
                 .provider(hub.attr().nic.to_string())
-                .context("peer", &peer.name.provider)
+                .context("peer", peer.name.provider.escape_debug().take(40).collect::<String>())
                 .remedy(why));
         }
         if hub.local_only {
