@@ -416,6 +416,13 @@ pub(crate) fn bytes(count: u64) -> String {
     format!("{} {unit}", text.strip_suffix(".0").unwrap_or(&text))
 }
 
+/// Formats a byte count exactly, in the largest unit of which it is a multiple.
+pub(crate) fn exact_bytes(count: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let power = if count == 0 { 0 } else { count.trailing_zeros() / 10 };
+    format!("{} {}", count >> (10 * power), units[power as usize])
+}
+
 /// Groups values with equal keys. The groups are in the order of their first values.
 pub(crate) fn grouped<K: PartialEq, T>(all: impl Iterator<Item = (K, T)>) -> Vec<(K, Vec<T>)> {
     let mut groups: Vec<(K, Vec<T>)> = Vec::new();
@@ -467,6 +474,20 @@ mod tests {
             (u64::MAX, "no limit"),
         ] {
             assert_eq!(bytes(count), text);
+        }
+    }
+
+    #[test]
+    fn exact_byte_counts_are_not_rounded() {
+        for (count, text) in [
+            (0, "0 B"),
+            (4096, "4 KiB"),
+            (65537, "65537 B"),
+            (3 << 19, "1536 KiB"),
+            (8 << 20, "8 MiB"),
+            (1 << 63, "8 EiB"),
+        ] {
+            assert_eq!(exact_bytes(count), text);
         }
     }
 

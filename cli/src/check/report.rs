@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::StaleRow;
 use crate::{
     json::{Attempt, Skipped, memory_name},
-    table::{Cell, Style, Table, Tone, abbreviated, bytes, grouped},
+    table::{Cell, Style, Table, Tone, abbreviated, exact_bytes, grouped},
 };
 
 /// The result of a fetch-add on the checked memory.
@@ -242,7 +242,7 @@ fn rows<'a>(
         table.row([
             Cell::new(row.memory_name()),
             Cell::new(row.path),
-            Cell::new(bytes(row.bytes)),
+            Cell::new(exact_bytes(row.bytes)),
             verdict(row.verified),
             match row.atomic {
                 Atomic::NotTested => Cell::none(),

@@ -141,8 +141,8 @@ pub(super) fn plan<'a>(
     let Some(nic) = nics.find(|nic| nic.pins_pages()) else {
         skipped.push(Skipped::new(
             "stale registrations",
-            "no selected NIC keeps the pages of freed memory, which this test needs; RDMA hardware \
-             does, and loopback/pinned (with io_uring)",
+            "this test runs over loopback/pinned only (which needs io_uring), and that NIC is not \
+             selected or not available",
         ));
         return Vec::new();
     };

@@ -100,7 +100,8 @@ pub(super) fn claim_all(
 }
 
 /// Returns the ranges to register for a sort: a range of each other iface for `Foreign`, and a
-/// single range for every other sort.
+/// single range for every other sort. If no other iface allocates memory, returns an error for
+/// `Foreign`.
 fn claims(machine: &Machine, pair: &Pair<'_>, sort: PointerSort, size: u64) -> Vec<Result<Claim>> {
     let claim = |range, memory| Claim { range, owner: None, _memory: memory };
     match sort {
@@ -128,7 +129,13 @@ fn claims(machine: &Machine, pair: &Pair<'_>, sort: PointerSort, size: u64) -> V
             let others = machine.hmem.registry().iter();
             let others = others.filter(|other| other.kind() != pair.iface.kind());
             let others = others.filter(|other| other.allocator().is_some());
-            others.map(|other| foreign(other, size)).collect()
+            let claims: Vec<_> = others.map(|other| foreign(other, size)).collect();
+            if claims.is_empty() {
+                let none = Error::new(ErrorKind::Unsupported, "allocate")
+                    .context("why", "no other iface allocates memory");
+                return vec![Err(none)];
+            }
+            claims
         }
         PointerSort::All => Vec::new(),
     }

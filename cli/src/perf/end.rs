@@ -42,8 +42,8 @@ pub(super) struct EndConfig<'a> {
     pub(super) direct_paths: Option<&'a [DirectPath]>,
     /// True to count and time the registrations, for the report.
     pub(super) metrics: bool,
-    /// Number of kept bytes (of [`TransferRegion`]s) from which on a server refuses clients, each of
-    /// which may add to them.
+    /// Number of kept bytes (of [`TransferRegion`]s) from which on a server refuses clients. Each
+    /// client may add to them.
     pub(super) most_kept: u64,
 }
 
@@ -139,8 +139,8 @@ impl End {
         Ok(Self { endpoint, queue, region, domain, side, of_libfabric, polls })
     }
 
-    /// Makes the region keep its memory until [`Self::close`] if transfers may outlive the endpoint.
-    /// The caller calls this before the first transfer can use the region.
+    /// Makes the region keep its memory until [`Self::close`] if transfers may outlive the
+    /// endpoint. The caller calls this before the first transfer can use the region.
     pub(super) fn expect_transfers(&mut self) {
         self.region.keeps_memory = self.of_libfabric;
     }
@@ -354,8 +354,8 @@ mod tests {
         (answer, KEPT_BYTES.load(Ordering::Relaxed) - before)
     }
 
-    /// A client cannot use up the memory of a server by hanging up: the server frees the memory of a
-    /// client that it has not answered, and refuses clients once too much memory is kept.
+    /// A client cannot use up the memory of a server by hanging up: the server frees the memory of
+    /// a client that it has not answered, and refuses clients once too much memory is kept.
     #[test]
     fn server_keeps_only_memory_that_a_transfer_may_use() {
         let hmem = Hmem::builder().without_vendor_ifaces().build().unwrap();

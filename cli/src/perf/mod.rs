@@ -45,7 +45,7 @@ use crate::{
     machine::{Machine, ProviderNic},
     problem::{Problem, line_on_stderr, unknown, unknown_device, unknown_nic},
     progress::Progress,
-    table::{Style, bytes},
+    table::{Style, exact_bytes},
 };
 
 /// The timeout of a connection attempt.
@@ -175,7 +175,7 @@ impl LiveReport<'_> {
         let (out, style) = (&mut *self.out, self.style);
         let printed = match event {
             Event::Next { size, figure } => {
-                let next = format!("{figure} of {}", bytes(size));
+                let next = format!("{figure} of {}", exact_bytes(size));
                 self.progress.show(self.started, self.measurements, &next);
                 self.started += 1;
                 return Ok(());

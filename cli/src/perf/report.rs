@@ -16,7 +16,7 @@ use super::{
 use crate::{
     args::PerfOp,
     json::SCHEMA,
-    table::{Style, bytes},
+    table::{Style, exact_bytes},
 };
 
 /// The results of a measurement.
@@ -168,7 +168,7 @@ pub(super) fn row(
 fn figures(out: &mut dyn Write, row: &Row, style: Style) -> io::Result<()> {
     let verified = if row.verified { "yes" } else { "NO" };
     let mut cells = COLUMNS.map(|_| "-".to_owned());
-    cells[0] = bytes(row.bytes);
+    cells[0] = exact_bytes(row.bytes);
     if let Some(bandwidth) = row.bandwidth {
         cells[1] = significant(bandwidth.gib_per_s);
         cells[2] = format!("{:.0}", bandwidth.transfers_per_s);

@@ -155,6 +155,20 @@ fn text_shows_each_selected_sort_with_its_remedy() {
     assert_eq!(hmem(&["--pointer", "dangling"]).status.code(), Some(2));
 }
 
+/// Without a second iface, no foreign pointer can be tried. The command then fails.
+#[test]
+fn foreign_pointer_without_another_iface_is_skipped_with_the_reason() {
+    let mut machine = Machine::new(Hmem::builder().without_vendor_ifaces().build().unwrap());
+    machine.add(Arc::new(Loopback::builder().build().unwrap()), true, "for tests").unwrap();
+    let pointer = vec![PointerSort::Null, PointerSort::Foreign];
+    let report = explain(&machine, &ExplainArgs { pointer, ..ExplainArgs::default() }).unwrap();
+    let mut out = Vec::new();
+    text(&mut out, &report, Style::plain()).unwrap();
+    let out = String::from_utf8(out).unwrap();
+    assert!(out.contains("no other iface allocates memory"), "{out}");
+    assert!(!report.passed(), "{out}");
+}
+
 /// A simulated iface that still reports memory as allocated after it was freed.
 #[derive(Debug)]
 struct Stale {

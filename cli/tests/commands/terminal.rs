@@ -57,8 +57,8 @@ fn output_fits_terminals_of_60_and_40_columns() {
         (&["topo", "--from", &topology], &["0000:07:00.0", "mlx5_11", "64 GiB", "16 GT/s x16"]),
         (&["topo", "--all", "--from", &topology], &["0000:07:00.0", "0000:61:00.1"]),
         (
-            &["perf", "--loopback", "--iterations", "20", "--size", "8,64KiB,1MiB"],
-            &["loopback/hardware", "64 KiB"],
+            &["perf", "--loopback", "--iterations", "20", "--size", "8,64KiB,65537"],
+            &["loopback/hardware", "64 KiB", "65537 B"],
         ),
     ];
     for (arguments, whole) in cases {

@@ -112,6 +112,7 @@ fn check_of_a_sound_machine_passes() {
     // registration.
     let skipped: Vec<_> = report.skipped.iter().map(|skipped| skipped.what.as_str()).collect();
     assert_eq!(skipped, ["stale registrations"]);
+    assert!(report.skipped[0].why.contains("over loopback/pinned only"), "{report:?}");
 }
 
 /// DIAG-02
@@ -313,6 +314,7 @@ fn named_iface_without_verified_device_memory_fails_the_check() {
     let out = String::from_utf8(out).unwrap();
     assert!(out.contains("FI_HMEM names the iface, but no memory of its devices"), "{out}");
     assert!(out.contains("FAILED: iface simulated"), "{out}");
+    assert!(out.contains("65537 B"), "sizes are exact: {out}");
 
     for selection in [
         Selection { iface: Some("system".into()), stale_rounds: 0, ..quick() },
