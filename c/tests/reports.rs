@@ -4,7 +4,11 @@
 
 use std::{
     ffi::{CStr, CString, c_char},
+    fs::File,
     ptr,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::Duration,
 };
 
 use hmem::Hmem;
@@ -124,12 +128,24 @@ fn check_has_the_content_of_the_command() {
     let (library, nic) = (opened(), CString::new(NIC).expect("a name"));
     let selection = selection(c"system", &nic, HMEM_REPORT_QUICK);
     let mut passed = false;
-    // SAFETY: the arguments live during the calls, and the library is closed once.
-    let mut found = unsafe {
-        let found = document(|json| hmem_check(library, &selection, json, &mut passed));
-        succeeded(hmem_close(library));
+    let ended = AtomicBool::new(false);
+    let mut found = thread::scope(|scope| {
+        // A check in a program must not take the files of other threads for its own.
+        scope.spawn(|| {
+            let mut files = Vec::new();
+            while !ended.load(Ordering::Relaxed) && files.len() < 500 {
+                files.push(File::open("/dev/null").expect("open"));
+                // Spreads the opens over the check.
+                thread::sleep(Duration::from_micros(200));
+            }
+        });
+        // SAFETY: the arguments live during the call.
+        let found = document(|json| unsafe { hmem_check(library, &selection, json, &mut passed) });
+        ended.store(true, Ordering::Relaxed);
         found
-    };
+    });
+    // SAFETY: the library is closed once.
+    succeeded(unsafe { hmem_close(library) });
     assert!(passed, "{found:#}");
     assert!(found["rows"].as_array().is_some_and(|rows| !rows.is_empty()), "{found:#}");
     let mut expected = printed(Command::Check(CheckArgs {

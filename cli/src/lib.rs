@@ -55,7 +55,7 @@ pub use program::main_with;
 
 use crate::{
     args::{CheckArgs, Cli, Command, CompletionsArgs, ManArgs},
-    machine::Machine,
+    machine::{Machine, Watch},
     problem::{Problem, unknown},
     progress::Progress,
     table::{Style, columns_variable},
@@ -147,11 +147,12 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Runs the command on this machine, with the plug-ins that `add` adds to the builder. Prints to
-/// `out`, with the colours and the width for stdout.
+/// Runs the command on this machine, with the plug-ins that `add` adds to the builder. A check also
+/// counts the resources of `watches`. Prints to `out`, with the colours and the width for stdout.
 fn run(
     cli: &Cli,
     add: impl FnOnce(Builder) -> Builder,
+    watches: Vec<Watch>,
     out: &mut dyn Write,
 ) -> Result<Outcome, Failure> {
     if let Err(value) = columns_variable() {
@@ -167,7 +168,9 @@ fn run(
         command => {
             // Before the plug-ins, which may start threads.
             let builder = libfabric::add(Hmem::builder(), command.nic())?;
-            run_on(&Machine::find(add(builder))?, command, style, out)
+            let mut machine = Machine::find(add(builder))?;
+            machine.watches.extend(watches);
+            run_on(&machine, command, style, out)
         }
     }
 }
@@ -193,7 +196,8 @@ pub fn document(words: &[impl AsRef<str>]) -> Result<(Outcome, String), Failure>
         .and_then(|matches| Cli::from_arg_matches(&matches))
         .map_err(|error| Problem::new(args::one_line(&error)))?;
     let mut out = Vec::new();
-    let outcome = run(&cli, |builder| builder, &mut out)?;
+    // Other threads of the program may open files meanwhile.
+    let outcome = run(&cli, |builder| builder, Vec::new(), &mut out)?;
     Ok((outcome, String::from_utf8(out).expect("JSON is UTF-8")))
 }
 

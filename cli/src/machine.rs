@@ -1,6 +1,6 @@
 //! The ifaces and NICs of this machine, including the software ones that every machine has.
 
-use std::{error::Error as _, fmt, sync::Arc};
+use std::{error::Error as _, fmt, fs, sync::Arc};
 
 use hmem::{
     AllocationKind, Builder, DeviceBuffer, DeviceId, Domain, DomainAttr, Error, Hmem, Iface,
@@ -47,8 +47,7 @@ pub struct Machine {
     pub software: Vec<(IfaceKind, String)>,
     /// The PCIe topology; `None` if it cannot be read.
     pub topology: Option<Topology>,
-    /// Counters of resources that a check must not leak. A check counts the open fds of the process
-    /// too.
+    /// Counters of resources that a check must not leak.
     pub watches: Vec<Watch>,
 }
 
@@ -111,6 +110,17 @@ pub struct Watch {
     pub what: &'static str,
     /// Returns the current count.
     pub count: Box<dyn Fn() -> u64 + Send + Sync>,
+}
+
+impl Watch {
+    /// Returns a counter of the open fds of the process. Only for programs in which no other thread
+    /// opens files during a check.
+    #[must_use]
+    pub fn open_fds() -> Self {
+        // The count includes the fd that reads the folder. It is 0 if the folder cannot be read.
+        let count = || fs::read_dir("/proc/self/fd").map_or(0, |fds| fds.count() as u64);
+        Self { what: "open fds", count: Box::new(count) }
+    }
 }
 
 impl fmt::Debug for Watch {

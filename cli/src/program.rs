@@ -13,6 +13,7 @@ use crate::{
     Failure, Outcome,
     args::{self, Cli},
     help,
+    machine::Watch,
     problem::{line_on_stderr, print_on_stderr},
     run,
 };
@@ -52,7 +53,7 @@ pub fn main_with(add: impl FnOnce(Builder) -> Builder) -> ExitCode {
     };
     start_log(&cli);
     let mut out = BufWriter::new(UntilClosed { inner: io::stdout().lock(), closed: false });
-    let outcome = run(&cli, add, &mut out).and_then(|outcome| {
+    let outcome = run(&cli, add, vec![Watch::open_fds()], &mut out).and_then(|outcome| {
         out.flush()?;
         Ok(outcome)
     });

@@ -1,6 +1,4 @@
-//! Detection of leaks: counts of open fds and of the ifaces' resources.
-
-use std::fs;
+//! Detection of leaks: counts of resources, before and after a check.
 
 use crate::machine::Machine;
 
@@ -12,11 +10,10 @@ pub(super) struct Residue {
 }
 
 impl Residue {
-    /// Counts the open fds and the resources in [`Machine::watches`].
+    /// Counts the resources in [`Machine::watches`].
     pub(super) fn count(machine: &Machine) -> Self {
-        let fds = fds().into_iter().map(|fds| ("open fds", fds));
-        let watched = machine.watches.iter().map(|watch| (watch.what, (watch.count)()));
-        Self { counts: fds.chain(watched).collect() }
+        let counts = machine.watches.iter().map(|watch| (watch.what, (watch.count)()));
+        Self { counts: counts.collect() }
     }
 
     /// Describes the counts that are higher than in `before`, or returns `None` if there are none.
@@ -28,10 +25,4 @@ impl Residue {
         let grown: Vec<_> = grown.collect();
         (!grown.is_empty()).then(|| grown.join(", "))
     }
-}
-
-/// Returns the number of open fds in `/proc/self/fd`, including the fd that reads that folder;
-/// `None` if the folder cannot be opened.
-fn fds() -> Option<u64> {
-    Some(fs::read_dir("/proc/self/fd").ok()?.count() as u64)
 }

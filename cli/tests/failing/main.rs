@@ -50,6 +50,7 @@ fn machine(
     let watched = Arc::clone(watch);
     let mut machine = Machine::new(hmem);
     machine.software.push((SIMULATED, "simulated".into()));
+    machine.watches.push(Watch::open_fds());
     machine.watches.push(Watch {
         what: "allocations",
         count: Box::new(move || watched.stats().live_allocations),
