@@ -35,6 +35,7 @@ const OTHERS: &[(&str, &str, &str)] = &[
     ("iface-rocr/src/sys.rs", "HSA_STATUS_ERROR", "a status code"),
     ("iface-system/src/monitor/userfaultfd/discards.rs", "PENDING", "a number of ranges"),
     ("iface-system/src/monitor/userfaultfd/sys.rs", "WP_HUGETLBFS_SHMEM", "a feature bit"),
+    ("p2p/src/topology/device.rs", "MOST_FUNCTIONS", "a number of PCI functions"),
     ("p2p/src/topology/source.rs", "target.len()", "the length of a link's target"),
     ("p2p/src/topology/config_space.rs", "EXTENDED", "the length of a configuration space"),
     ("p2p/src/topology/device.rs", "Broadcom", "a vendor's PCI id"),
