@@ -372,7 +372,7 @@ fn check_explains_the_words_of_its_tables() -> Outcome {
         "atomics refused: this path or NIC has no atomics",
         "borrowed: pages that are registered by their address",
         "verified: no stale transfer, a reused address and a cache hit",
-        "system heap plain-host 64 KiB yes",
+        "system heap plain-host 65537 B yes",
     ] {
         assert!(usual.contains(words), "{words} is not in: {usual}");
     }
