@@ -30,7 +30,7 @@ impl RailKey {
 /// The keys by which peers reach one memory range through several NICs, called rails.
 ///
 /// [`Regions::rail_keys`](crate::Regions::rail_keys) returns this list. The list has at least one
-/// rail and no NIC twice. The order of the rails is kept, so two processes can pair their rails by
+/// rail, at most 256 rails, and no NIC twice. The order of the rails is kept, so two processes can pair their rails by
 /// position. Like a [`RemoteKey`], the list is sent to a peer in a versioned form with a
 /// checksum.
 ///
@@ -63,6 +63,9 @@ pub struct RailKeys {
     rails: Vec<RailKey>,
 }
 
+/// The largest number of rails in a list.
+const MAX_RAILS: usize = 256;
+
 const FRAME: Frame = Frame {
     magic: *b"hmRL",
     version: 1,
@@ -84,8 +87,8 @@ impl RailKeys {
     /// Creates a list from the keys of one memory range.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an empty list, for a NIC (provider and device name) that
-    /// is in the list twice, and for a key that [`Domain::map_raw`](crate::Domain::map_raw)
+    /// [`ErrorKind::InvalidArgument`] for an empty list, for more than 256 rails, for a NIC (provider
+    /// and device name) that is in the list twice, and for a key that [`Domain::map_raw`](crate::Domain::map_raw)
     /// returned, which is valid only in the domain that mapped it.
     pub fn new(rails: Vec<RailKey>) -> Result<Self> {
         if let Some((what, remedy)) = problem(&rails) {
@@ -159,6 +162,11 @@ fn problem(rails: &[RailKey]) -> Option<(&'static str, &'static str)> {
     };
     if rails.is_empty() {
         return Some(("no rail", "pass the key of at least one NIC"));
+    }
+    // The limit also bounds the work that a peer's bytes can cause: the next check compares all
+    // pairs of NICs.
+    if rails.len() > MAX_RAILS {
+        return Some(("more than 256 rails", "pass the keys of at most 256 NICs"));
     }
     if rails.iter().enumerate().any(twice) {
         return Some(("a NIC that is in the list twice", "register with one domain of each NIC"));

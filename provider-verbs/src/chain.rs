@@ -327,9 +327,16 @@ fn cut<'a>(
     let mut left = segment.len;
     let first = pieces.clone().next().map_or(Ok(0), |piece| rkey(piece.key))?;
     let mut current = first;
+    // Each search continues where the last one ended, because the pieces are in address order. The
+    // key comes from a peer, and a search from the first piece for each target would be quadratic.
+    let mut rest = pieces.clone();
     while left > 0 {
         let holds = |piece: &&RemotePiece| address.wrapping_sub(piece.base.0) < piece.len;
-        let len = match pieces.clone().find(holds) {
+        let found = rest.find(holds).or_else(|| {
+            rest = pieces.clone();
+            rest.find(holds)
+        });
+        let len = match found {
             Some(piece) => {
                 current = rkey(piece.key)?;
                 left.min(piece.len - address.wrapping_sub(piece.base.0))
@@ -390,5 +397,26 @@ mod tests {
         let segment = RemoteSegment { address: Iova(1), len: 1, key: &key };
         cut(&mut targets, pieces.iter(), &segment).unwrap();
         assert_eq!(targets, [SplitTarget { address: 1, len: 1, rkey: 1 }]);
+    }
+
+    /// KEY-06: the search visits each of a key's many pieces only a few times. Pieces that are not
+    /// in address order are found too.
+    #[test]
+    fn many_pieces_are_found_in_one_pass() {
+        const PIECES: u32 = 1000;
+        let key = RemoteKey::new(hmem_core::Addressing::Virtual, Iova(0), 8, 0);
+        let segment = RemoteSegment { address: Iova(0), len: u64::from(PIECES), key: &key };
+        let piece = |at: u32| RemotePiece { base: Iova(at.into()), len: 1, key: at.into() };
+        let mut pieces: Vec<_> = (0..PIECES).map(piece).collect();
+        let expected: Vec<_> =
+            (0..PIECES).map(|at| SplitTarget { address: at.into(), len: 1, rkey: at }).collect();
+        for limit in [4 * PIECES, u32::MAX] {
+            let (visits, mut targets) = (std::cell::Cell::new(0), Vec::new());
+            let counted = pieces.iter().inspect(|_| visits.set(visits.get() + 1));
+            cut(&mut targets, counted, &segment).unwrap();
+            assert_eq!(targets, expected);
+            assert!(visits.get() <= limit, "{} visits", visits.get());
+            pieces.reverse();
+        }
     }
 }

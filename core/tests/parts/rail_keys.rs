@@ -132,6 +132,27 @@ fn invalid_rail_lists_are_refused_by_sender_and_receiver() {
     assert_eq!(wrong(&[&body[..], &sum].concat()), "no rail");
 }
 
+/// KEY-06: The sender and the receiver accept 256 rails, and refuse more.
+#[test]
+fn lists_of_more_than_256_rails_are_refused() {
+    let rail = |at: usize| {
+        let nic = Nic { provider: "verbs".into(), name: at.to_string(), pci_bus_id: None };
+        RailKey::new(nic, RemoteKey::new(Addressing::ZeroBased, Iova(0), 64, 7))
+    };
+    let bytes = RailKeys::new((0..256).map(rail).collect()).expect("256 rails").to_bytes();
+    assert_eq!(RailKeys::from_bytes(&bytes).expect("256 rails").rails().len(), 256);
+    let error = RailKeys::new((0..257).map(rail).collect()).expect_err("257 rails");
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(error.context_value("why"), Some("more than 256 rails"));
+    // The bytes of 256 rails with the last one repeated. The length before the rails has two bytes.
+    let one = RailKeys::new(vec![rail(255)]).expect("one rail").to_bytes();
+    let last = &one[6..one.len() - 4];
+    assert_eq!(bytes[5..7], [0x80, 2], "the length is 256");
+    let body = [b"hmRL\x01\x81\x02", &bytes[7..bytes.len() - 4], last].concat();
+    let sum = crc32fast::hash(&body).to_le_bytes();
+    assert_eq!(wrong(&[&body[..], &sum].concat()), "more than 256 rails");
+}
+
 /// KEY-06: The receiver refuses rail keys with a key of 2^64 bytes or more in total.
 #[test]
 fn rails_of_2_to_the_64_bytes_or_more_are_refused() {
