@@ -277,6 +277,57 @@ fn region_is_closed_if_its_path_search_fails_late() {
     }
 }
 
+/// A path selector that skips the last NIC and succeeds.
+#[derive(Debug)]
+struct SkipsLast(DefaultPathSelector);
+
+// SAFETY: each region comes from the wrapped selector.
+unsafe impl PathSelector for SkipsLast {
+    fn plain_host(&self, nic: &Nic) -> Decision {
+        self.0.plain_host(nic)
+    }
+
+    unsafe fn register(
+        &self,
+        targets: &[Target<'_>],
+        done: &mut dyn FnMut(PathRegistration),
+    ) -> Result<()> {
+        match targets {
+            [] | [_] => Ok(()),
+            // SAFETY: the caller upholds the contract of this method, which is that of the
+            // forwarded call.
+            [first @ .., _] => unsafe { self.0.register(first, done) },
+        }
+    }
+}
+
+/// MR-18
+#[test]
+fn path_selector_without_a_region_for_each_nic_is_an_error() {
+    let device = simulated();
+    let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+    let mut registry = Registry::new();
+    registry.add(Arc::clone(&iface)).expect("the first");
+    let (registry, selector) =
+        (Arc::new(registry), Arc::new(SkipsLast(DefaultPathSelector::new())));
+    let loopback = Loopback::builder().build().expect("a software NIC");
+    let domains = [(); 2].map(|()| {
+        let selector = Arc::clone(&selector) as _;
+        Domain::open(&loopback, Arc::clone(&registry), selector, attr()).expect("opens")
+    });
+    let memory = || buffer(&iface, AllocationKind::Device);
+    let check = |error: Error| {
+        assert_eq!(error.kind(), ErrorKind::Driver, "{error}");
+        let why = error.context_value("why");
+        assert_eq!(why, Some("the path selector returned too few regions"), "{error}");
+        let live = domains.each_ref().map(|domain| domain.live().regions);
+        assert_eq!((live, device.stats().live_allocations), ([0, 0], 0));
+    };
+    check(domains[0].register(memory(), REMOTE).map_err(|refused| refused.error).unwrap_err());
+    let both = [&domains[0], &domains[1]];
+    check(register_together(&both, memory()).map_err(|refused| refused.error).unwrap_err());
+}
+
 /// MR-18
 #[test]
 fn memory_of_a_panicking_registration_is_leaked() {

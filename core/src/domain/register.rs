@@ -72,10 +72,7 @@ impl DomainInner {
         // panic then closes the region.
         let mut region = None;
         register_regions(&[self], &checked, owner, &mut |made| region = Some(made))?;
-        region.ok_or_else(|| {
-            Error::new(ErrorKind::Driver, "regattr")
-                .context("why", "the path selector returned no region")
-        })
+        Ok(region.expect("one region for each domain"))
     }
 
     /// Returns the memory of a request with its owner. If the request asks for it, also populates
@@ -179,8 +176,8 @@ impl DomainInner {
 
 /// Registers the same memory with the NIC of each domain, and creates the regions.
 ///
-/// `done` receives the regions in the order of the domains. If a NIC fails, `done` has received the
-/// regions of the NICs before it. The caller must have checked the request for every domain.
+/// `done` receives the regions in the order of the domains, one for each domain. If a NIC fails,
+/// `done` has received the regions of the NICs before it. The caller must have checked the request for every domain.
 pub(super) fn register_regions(
     domains: &[&Arc<DomainInner>],
     checked: &Checked<'_>,
@@ -196,8 +193,8 @@ pub(super) fn register_regions(
 
 /// Registers the same memory with the NIC of each domain, without creating regions.
 ///
-/// `done` receives the registrations in the order of the domains. If a NIC fails, `done` has
-/// received those of the NICs before it. The caller must have checked the request for every domain.
+/// `done` receives the registrations in the order of the domains, one for each domain. If a NIC
+/// fails, `done` has received those of the NICs before it. The caller must have checked the request for every domain.
 /// `owner` is the owner of the memory, if the caller has resolved it already.
 ///
 /// # Panics
@@ -238,10 +235,24 @@ pub(super) fn register_on_nics(
     let memory = first.resolve(checked, owner, &mut allocations);
     (memory.as_ref().map_err(Error::clone))
         .and_then(|memory| register_resolved(domains, checked, memory, &mut done))
+        .and_then(|()| check_count(registered.get(), domains.len()))
         .inspect_err(|error| {
             domains[registered.get().min(domains.len() - 1)].metrics.count_refusal(error);
             tracing::debug!(%error, "registration refused");
         })
+}
+
+/// Fails if a plug-in's path selector succeeded without a region for each domain.
+#[inline]
+fn check_count(registered: usize, domains: usize) -> Result<()> {
+    if registered == domains {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Driver, "regattr")
+        .context("why", "the path selector returned too few regions")
+        .context("regions", registered)
+        .context("domains", domains)
+        .remedy("call `done` once for each target in PathSelector::register"))
 }
 
 /// Registers `memory`, which was resolved before, with the NIC of each domain.
