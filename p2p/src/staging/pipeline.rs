@@ -520,13 +520,14 @@ impl<M: Deref<Target = StagedRange>> Pipeline<M> {
                 None
             };
             let (number, stage, copies) = (self.next, Stage::Filling, Vec::new());
-            let mut chunk = Chunk { number, at, len, stage, copies, slots };
-            let started = chunk.start_copies(&self.sources, self.blocking);
-            self.chunks.push_back(chunk);
+            self.chunks.push_back(Chunk { number, at, len, stage, copies, slots });
             self.next += 1;
             self.begun += len;
             progressed = true;
-            if let Err(error) = started {
+            // The chunk is in the list already: if a copy panics, the drop of the pipeline waits for
+            // those before it.
+            let chunk = self.chunks.back_mut().expect("a chunk was added");
+            if let Err(error) = chunk.start_copies(&self.sources, self.blocking) {
                 self.fail(FailedStep::SourceCopy, error);
             }
         }
@@ -562,4 +563,54 @@ fn overlaps<M>(runs: &[Run<M>], at: u64, len: u64) -> impl Iterator<Item = (&Run
         let start = run.at.max(at);
         (run, start, (run.at + run.len).min(end) - start)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        panic::{AssertUnwindSafe, catch_unwind},
+        sync::Arc,
+    };
+
+    use hmem_core::{
+        AllocationKind, DeviceBuffer, DeviceId, Iface, iface::AllocRequest, provider::StagingAttr,
+    };
+    use hmem_iface_system::{Simulated, Stepping};
+
+    use super::{super::pool::Pool, *};
+
+    /// Staged memory, or `None` for memory whose copies panic.
+    struct Memory(Option<StagedRange>);
+
+    impl Deref for Memory {
+        type Target = StagedRange;
+
+        fn deref(&self) -> &StagedRange {
+            self.0.as_ref().expect("by the test")
+        }
+    }
+
+    /// REL-01: if the second copy of a chunk panics, the drop of the pipeline waits for the first,
+    /// which may still write to the chunk's buffers.
+    #[test]
+    fn drop_waits_for_the_copies_before_one_that_panicked() {
+        let device = Simulated::builder().stepping(Stepping::ByHand).build().expect("a device");
+        let device = Arc::new(device);
+        let iface: Arc<dyn Iface> = Arc::clone(&device) as _;
+        let request = AllocRequest { len: 64, device: DeviceId(0), kind: AllocationKind::Device };
+        let memory = DeviceBuffer::allocate(&iface, &request).expect("memory");
+        // SAFETY: `memory` is dropped after the pipeline, and nothing refers to device memory.
+        let staged = unsafe { StagedRange::new(iface, memory.allocation().range) };
+        let pool = Pool::new(StagingAttr { buffer_len: 4096, buffer_count: 1 }, None);
+        let pool = pool.expect("a pool");
+        let run = |at, staged| Run { at, len: 32, memory: Memory(staged), offset: 0 };
+        let sources = vec![run(0, Some(staged)), run(32, None)];
+        let plan = ChunkPlan::whole(64);
+        let mut pipeline = Pipeline::new(Claim::new(&pool), Use::Rma, plan, sources, Vec::new());
+        let mut step = || pipeline.step(true, &mut |_| Ok(Posted::Done));
+        assert!(catch_unwind(AssertUnwindSafe(&mut step)).is_err());
+        assert_eq!(device.pending_copies(), 1);
+        drop(pipeline);
+        assert_eq!((device.pending_copies(), pool.held()), (0, 0));
+    }
 }
