@@ -508,6 +508,39 @@ fn views_register_alone_if_their_joint_registration_fails() {
 }
 
 /// MR-17
+///
+/// Host memory has no known allocation, so the views of such a memory that share a registration may
+/// have different owners.
+#[test]
+fn views_of_one_memory_may_have_different_owners() {
+    let device = Arc::new(Simulated::builder().build().expect("a device"));
+    let hmem = Hmem::builder()
+        .without_vendor_ifaces()
+        .shared_iface(Arc::clone(&device) as _)
+        .provider(Loopback::builder().build().expect("a software NIC"))
+        .build()
+        .expect("the ifaces start");
+    let domain = hmem.domain("loopback", DomainAttr::default()).expect("a domain");
+    let addresses = device.reserve(2 * page_size()).expect("reserve");
+    let last = addresses.slice(page_size(), page_size()).expect("inside");
+    // The first page counts as host memory, because the device has mapped nothing there.
+    let allocation = device.map(last, DeviceId(0)).expect("map");
+    // SAFETY: nothing accesses the memory, which is unmapped after the regions are closed.
+    let memory = unsafe { Raw::new(addresses, Promise::ReadWrite) };
+    let registered =
+        Batch::on(&[&domain]).add_views(memory, pages(2, READ)).grow(Growth::Allocation).register();
+    let registered = registered.expect("each view can be registered");
+    let paths: Vec<_> = registered
+        .views(0)
+        .map(|view| view.region().decision().expect("registered").path)
+        .collect();
+    assert_eq!(paths, [Path::PlainHost, Path::DmaBuf]);
+    registered.close().expect("nothing is bound to them");
+    // SAFETY: nothing uses the memory any more.
+    unsafe { device.free(&allocation) }.expect("unmap");
+}
+
+/// MR-17
 #[test]
 fn failed_batch_closes_regions_and_returns_buffers() {
     let net = Net::open();

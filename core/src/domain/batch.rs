@@ -183,7 +183,8 @@ struct ViewGroup {
     /// registration.
     range: Option<AddressRange>,
     access: Access,
-    /// The owner of the memory. `None` if `range` is `None`.
+    /// The owner of the first view's memory. If it has an allocation, that contains all views.
+    /// `None` if `range` is `None`.
     owner: Option<AddressOwner>,
     /// The range that the registration must not exceed. `None` if the registration must not grow.
     bound: Option<AddressRange>,
@@ -370,9 +371,12 @@ impl<'a> BatchPlan<'a> {
         let mut placed = vec![None; self.views.len()];
         for group in &groups {
             let views = &order[group.views.clone()];
+            // Without an allocation, only the memory of the first view was queried. The memory of
+            // the others may have another owner.
+            let owner = group.owner.filter(|owner| views.len() == 1 || owner.allocation.is_some());
             let shared = match (views, group.range) {
                 ([_], _) | (_, None) => None,
-                (_, Some(range)) => self.register_shared(views[0] as usize, range, group, set),
+                (_, Some(range)) => self.register_shared(views[0] as usize, range, owner, set),
             };
             for view in views.iter().map(|view| *view as usize) {
                 let first = match shared {
@@ -380,7 +384,7 @@ impl<'a> BatchPlan<'a> {
                     None => {
                         let first = set.regions.len();
                         let source = self.targets[view].source();
-                        self.register_one(view, source, group.owner, &mut set.regions)
+                        self.register_one(view, source, owner, &mut set.regions)
                             .map_err(of_view(view))?;
                         first
                     }
@@ -389,7 +393,7 @@ impl<'a> BatchPlan<'a> {
                     ViewBytes::Range(range) => range,
                     ViewBytes::Other(_) => set.regions[first].range(),
                 };
-                placed[view] = Some(PlacedView { first: first as u32, range });
+                placed[view] = Some(PlacedView { first, range });
             }
         }
         set.views = placed.into_iter().flatten().collect();
@@ -419,12 +423,12 @@ impl<'a> BatchPlan<'a> {
         &self,
         view: usize,
         range: AddressRange,
-        group: &ViewGroup,
+        owner: Option<AddressOwner>,
         set: &mut RegionSet,
     ) -> Option<usize> {
         let first = set.regions.len();
         let source = Source::Ranges(std::slice::from_ref(&range));
-        let registered = self.register_one(view, source, group.owner, &mut set.regions);
+        let registered = self.register_one(view, source, owner, &mut set.regions);
         let mut regions = self.domains.iter().zip(&set.regions[first..]);
         let staged = regions.any(|(domain, region)| domain.is_staged_by_growth(region));
         match &registered {
@@ -527,7 +531,7 @@ fn target_of<'a>(place: &'a Place<'a>, part: Option<&Range<u64>>) -> Result<View
 #[derive(Clone, Copy, Debug)]
 struct PlacedView {
     /// The position of the first NIC's region in [`RegionSet::regions`].
-    first: u32,
+    first: usize,
     range: AddressRange,
 }
 
@@ -551,7 +555,7 @@ impl RegionSet {
     }
 
     fn view(&self, nic: usize, at: &PlacedView) -> RegionView<'_> {
-        RegionView::new(&self.regions[at.first as usize + nic], at.range)
+        RegionView::new(&self.regions[at.first + nic], at.range)
     }
 }
 
