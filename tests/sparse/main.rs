@@ -224,11 +224,7 @@ fn announced_ranges_become_the_parts() {
 #[test]
 fn refused_registration_leaves_the_parts_before_it() {
     let world = World::new(FreeDetection::Identity, 3);
-    let region = world.region(&NICS);
-    world.map(0, 0);
-    region.refresh().expect("refresh");
-    (1..3).for_each(|step| world.map(step, step));
-    world.faults.fail_nth(NicCall::Register, 4, Errno(12));
+    let region = world.region_with_a_refused_part();
     let error = region.refresh().expect_err("refused");
     assert_eq!(error.kind(), ErrorKind::OutOfResources, "{error}");
     assert_eq!(world.live_regions(), 2 * NICS.len() as u64, "two parts, on each NIC");
@@ -250,14 +246,11 @@ fn refused_registration_leaves_the_parts_before_it() {
 #[test]
 fn refused_registration_whose_rest_stays_open_is_the_error_of_the_call() {
     let world = World::new(FreeDetection::Identity, 3);
-    let region = world.region(&NICS);
-    world.map(0, 0);
-    region.refresh().expect("refresh");
-    (1..3).for_each(|step| world.map(step, step));
-    world.faults.fail_nth(NicCall::Register, 4, Errno(12));
+    let region = world.region_with_a_refused_part();
     world.faults.fail_always(NicCall::Deregister, Errno(16));
     let error = region.refresh().expect_err("refused");
     assert_eq!(error.kind(), ErrorKind::OutOfResources, "{error}");
+    assert!(error.context_value("why left").is_some(), "{error}");
     world.faults.clear();
     let mut peer = Peer::of(&world, &region, NICS[0]);
     peer.update();

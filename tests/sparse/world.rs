@@ -7,8 +7,8 @@ use std::{
 };
 
 use hmem::{
-    Access, AddressRange, Allocation, DeviceId, Domain, DomainAttr, Endpoint, Hmem, IfaceExt,
-    Promise, Raw, RegionSlice, RemoteKey, Result, SparseRegion,
+    Access, AddressRange, Allocation, DeviceId, Domain, DomainAttr, Endpoint, Errno, Error,
+    ErrorKind, Hmem, IfaceExt, Promise, Raw, RegionSlice, RemoteKey, Result, SparseRegion,
     key_feed::{AppliedUpdate, KeySubscription, PeerKeys},
     loopback::{Faults, Loopback, NicCall},
     path::P2pPolicy,
@@ -128,6 +128,17 @@ impl World {
         assert_eq!(self.live_regions(), 0);
         let stats = self.device.stats();
         assert_eq!((stats.live_allocations, stats.live_exports, stats.subscriptions), (0, 0, 0));
+    }
+
+    /// Creates a region whose first step is a part, and maps two more steps. The second NIC refuses
+    /// to register the second of these.
+    pub(crate) fn region_with_a_refused_part(&self) -> SparseRegion {
+        let region = self.region(&NICS);
+        self.map(0, 0);
+        region.refresh().expect("refresh");
+        (1..3).for_each(|step| self.map(step, step));
+        self.faults.fail_nth(NicCall::Register, 4, Errno(12));
+        region
     }
 
     /// Returns the number of regions of all NICs but the peers'.

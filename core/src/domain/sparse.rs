@@ -421,30 +421,35 @@ impl Shared {
     /// returns false.
     fn withdraw_changed(&self, stays: impl Fn(&Part) -> bool) -> Result<()> {
         let mut parts = self.parts.lock();
-        let changed = self.changed.take();
-        self.remove(&mut parts, |part| changed.touches(part.range) || !stays(part))
+        self.take_changes(&mut parts);
+        self.remove(&mut parts, |part| !stays(part))
     }
 
-    /// Publishes the live parts. Returns the number of the current generation.
-    fn publish(&self, live: &[Part]) -> Result<u64> {
+    /// Moves the parts in which monitors have reported a change to the withdrawn parts. The caller
+    /// then calls [`Shared::remove`]. These are separate calls because `remove` may call an iface:
+    /// if the iface panics, no reported change is lost.
+    fn take_changes(&self, parts: &mut Parts) {
+        let changed = self.changed.take();
+        parts.withdraw(|part| changed.touches(part.range));
+    }
+
+    /// Publishes the live parts.
+    fn publish(&self, live: &[Part]) -> Result<()> {
         let start = self.addresses.start().0;
         let part = |part: &Part| {
             Ok(KeyPart { offset: part.range.start().0 - start, keys: rail_keys(&part.regions)? })
         };
-        self.feed.publish(live.iter().map(part).collect::<Result<_>>()?)
+        self.feed.publish(live.iter().map(part).collect::<Result<_>>()?)?;
+        Ok(())
     }
 
     /// Withdraws the parts for which `goes` returns true: publishes the keys of the other parts,
     /// and closes the withdrawn ones. Also closes parts that an earlier call failed to close.
-    fn remove(&self, parts: &mut Parts, mut goes: impl FnMut(&Part) -> bool) -> Result<()> {
-        let Parts { live, closing, unpublished } = parts;
-        for part in live.extract_if(.., |part| goes(part)) {
-            *unpublished = true;
-            closing.push(part);
-        }
-        if *unpublished {
-            self.publish(live)?;
-            *unpublished = false;
+    fn remove(&self, parts: &mut Parts, goes: impl FnMut(&Part) -> bool) -> Result<()> {
+        parts.withdraw(goes);
+        if parts.unpublished {
+            self.publish(&parts.live)?;
+            parts.unpublished = false;
         }
         parts.close_withdrawn()
     }
@@ -473,11 +478,9 @@ impl Shared {
         wanted.sort_unstable();
         self.check(&wanted)?;
         let mut parts = self.parts.lock();
-        let changed = self.changed.take();
+        self.take_changes(&mut parts);
         self.remove(&mut parts, |part| {
-            changed.touches(part.range)
-                || wanted.binary_search(&part.range).is_err()
-                || !part.is_current()
+            wanted.binary_search(&part.range).is_err() || !part.is_current()
         })?;
         let mut registered = Ok(());
         let kept: Vec<_> = parts.live.iter().map(|part| part.range).collect();
@@ -493,14 +496,18 @@ impl Shared {
             let is_new = kept.binary_search(&part.range).is_err();
             is_new && changed.touches(part.range) && part.has_path(Path::PeerMemory)
         });
+        // A first generation without parts is published too.
+        parts.unpublished = true;
         let closed = self.remove(&mut parts, |part| changed.touches(part.range));
-        let generation = self.publish(&parts.live)?;
-        registered?;
-        closed?;
+        match (registered, closed) {
+            (Ok(()), closed) => closed?,
+            (Err(error), Ok(())) => return Err(error),
+            (Err(error), Err(why)) => return Err(error.context("why left", why)),
+        }
         if parts.live.len() < wanted.len() {
             return Err(if unwatchable { unwatched_peer_memory() } else { changed_meanwhile() });
         }
-        Ok(generation)
+        Ok(self.feed.generation())
     }
 
     /// Fails if a range is empty or leaves the region's addresses, or if two ranges overlap. The
@@ -523,7 +530,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Watches and registers a new part, and adds it to the live parts.
+    /// Watches and registers a new part, and adds it to the live parts. After an error, the caller
+    /// closes the withdrawn parts, which include the rest of the new part.
     fn register(&self, parts: &mut Parts, range: AddressRange, must_watch: bool) -> Result<()> {
         let owner = self.domains[0].registry.owner_of_range(range)?;
         let watch = match self.watch(range, &owner) {
@@ -546,10 +554,7 @@ impl Shared {
             }
             Err(error) => {
                 parts.closing.push(part);
-                Err(match parts.close_withdrawn() {
-                    Ok(()) => error,
-                    Err(why) => error.context("why left", why),
-                })
+                Err(error)
             }
         }
     }
@@ -596,6 +601,14 @@ impl Shared {
 }
 
 impl Parts {
+    /// Moves the parts for which `goes` returns true to the withdrawn parts.
+    fn withdraw(&mut self, mut goes: impl FnMut(&Part) -> bool) {
+        for part in self.live.extract_if(.., |part| goes(part)) {
+            self.unpublished = true;
+            self.closing.push(part);
+        }
+    }
+
     /// Closes the withdrawn parts. Those that a driver refuses to close stay in the list.
     fn close_withdrawn(&mut self) -> Result<()> {
         let mut first = Ok(());
