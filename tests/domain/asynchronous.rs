@@ -1,17 +1,18 @@
-//! Tests of asynchronous registrations whose objects are dropped on the domain's own thread.
+//! Tests of asynchronous registrations whose objects are dropped or closed on the domain's own thread.
 
 #![allow(unsafe_code)]
 
 use std::{
     any::Any,
-    sync::{Arc, Barrier, Mutex, OnceLock},
+    fmt,
+    sync::{Arc, Barrier, Mutex, MutexGuard, OnceLock},
     thread,
     time::Duration,
 };
 
 use hmem::{
     Access, AddressRange, Domain, DomainAttr, DomainBindFlags, ErrorKind, Hmem, MrFlags, MrMode,
-    Promise, Raw, Region, Request, Result,
+    Promise, Raw, Request, Result,
     event_queue::EventQueue,
     fabric::{self, MrAttr},
     loopback::Loopback,
@@ -21,16 +22,29 @@ use hmem::{
     },
 };
 
-/// Regions that the provider drops when it registers memory.
-type Dropped = Arc<Mutex<Vec<Region<Vec<u8>>>>>;
+/// The calls that the provider makes when it registers memory.
+#[derive(Default)]
+struct Calls(Mutex<Vec<Box<dyn FnOnce() + Send>>>);
 
-/// A software NIC that drops the listed regions at the start of each registration.
+impl Calls {
+    fn lock(&self) -> MutexGuard<'_, Vec<Box<dyn FnOnce() + Send>>> {
+        self.0.lock().expect("not poisoned")
+    }
+}
+
+impl fmt::Debug for Calls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Calls")
+    }
+}
+
+/// A software NIC that makes the listed calls once, at the start of the next registration.
 #[derive(Debug)]
-struct Dropping(Loopback, Dropped);
+struct Calling(Loopback, Arc<Calls>);
 
-impl Provider for Dropping {
+impl Provider for Calling {
     fn name(&self) -> &str {
-        "dropping"
+        "calling"
     }
 
     fn nics(&self) -> Result<Vec<ProviderAttr>> {
@@ -38,15 +52,15 @@ impl Provider for Dropping {
     }
 
     fn open_domain(&self, request: &DomainRequest) -> Result<Arc<dyn ProviderDomain>> {
-        Ok(Arc::new(DroppingDomain(self.0.open_domain(request)?, Arc::clone(&self.1))))
+        Ok(Arc::new(CallingDomain(self.0.open_domain(request)?, Arc::clone(&self.1))))
     }
 }
 
 #[derive(Debug)]
-struct DroppingDomain(Arc<dyn ProviderDomain>, Dropped);
+struct CallingDomain(Arc<dyn ProviderDomain>, Arc<Calls>);
 
 // SAFETY: every call goes to the software NIC's domain, which upholds the contract.
-unsafe impl ProviderDomain for DroppingDomain {
+unsafe impl ProviderDomain for CallingDomain {
     fn attr(&self) -> &ProviderAttr {
         self.0.attr()
     }
@@ -56,7 +70,8 @@ unsafe impl ProviderDomain for DroppingDomain {
         request: &Registration<'_>,
         pieces: &[Piece<'_>],
     ) -> Result<ProviderRegion> {
-        drop(std::mem::take(&mut *self.1.lock().expect("not poisoned")));
+        let calls = std::mem::take(&mut *self.1.lock());
+        calls.into_iter().for_each(|call| call());
         // SAFETY: the caller upholds the contract of this method, which is that of the forwarded
         // call.
         unsafe { self.0.register(&Registration { extension: None, ..*request }, pieces) }
@@ -76,16 +91,16 @@ unsafe impl ProviderDomain for DroppingDomain {
 }
 
 /// Opens a domain that is bound to an event queue.
-fn open() -> (Domain, Arc<EventQueue>, Dropped) {
-    let dropped = Dropped::default();
+fn open() -> (Domain, Arc<EventQueue>, Arc<Calls>) {
+    let calls = Arc::<Calls>::default();
     let nic = Loopback::builder().build().expect("a software NIC");
-    let provider = Dropping(nic, Arc::clone(&dropped));
+    let provider = Calling(nic, Arc::clone(&calls));
     let hmem = Hmem::builder().without_vendor_ifaces().provider(provider).build().expect("start");
     let attr = DomainAttr { mr_mode: MrMode::empty(), ..DomainAttr::default() };
-    let domain = hmem.domain("dropping", attr).expect("open a domain");
+    let domain = hmem.domain("calling", attr).expect("open a domain");
     let events = Arc::new(EventQueue::new());
     domain.bind(&events, DomainBindFlags::REG_MR).expect("the first queue");
-    (domain, events, dropped)
+    (domain, events, calls)
 }
 
 fn request(context: u64) -> Request<'static, Vec<u8>> {
@@ -100,15 +115,45 @@ fn next(events: &EventQueue) -> (u64, Result<(), ErrorKind>) {
 /// EVT-03
 #[test]
 fn regions_may_be_dropped_inside_a_registration() {
-    let (domain, events, dropped) = open();
-    let mut list = dropped.lock().expect("not poisoned");
+    let (domain, events, calls) = open();
+    let mut list = calls.lock();
     // The first registration drops its own region, and one that is still pending.
-    list.extend([1, 2].map(|context| domain.submit(request(context)).expect("submit")));
+    for context in [1, 2] {
+        let region = domain.submit(request(context)).expect("submit");
+        list.push(Box::new(|| drop(region)));
+    }
     drop(list);
     assert_eq!(next(&events), (2, Err(ErrorKind::Canceled)));
     assert_eq!(next(&events), (1, Ok(())));
     assert_eq!(domain.live().regions, 0, "the region ends with its registration");
     domain.close().expect("no region is left");
+}
+
+/// EVT-03
+#[test]
+fn close_of_a_region_inside_its_registration_is_refused() {
+    let (domain, events, calls) = open();
+    let kept = Arc::new(Mutex::new(None));
+    let mut list = calls.lock();
+    let own = domain.submit(request(1)).expect("submit");
+    let pending = domain.submit(request(2)).expect("submit");
+    let keep = Arc::clone(&kept);
+    list.push(Box::new(move || {
+        let refused = own.close().expect_err("its registration has not ended");
+        *keep.lock().expect("not poisoned") = Some((refused.value, refused.error.kind()));
+        pending.close().expect("its registration has not begun");
+    }));
+    drop(list);
+    assert_eq!(next(&events), (2, Err(ErrorKind::Canceled)));
+    assert_eq!(next(&events), (1, Ok(())));
+    let (region, refused) = kept.lock().expect("not poisoned").take().expect("it was refused");
+    assert_eq!(refused, ErrorKind::Busy);
+    // On the worker too, a region whose registration has ended can be closed.
+    calls.lock().push(Box::new(|| drop(region.close().expect("nothing uses it"))));
+    let last = domain.submit(request(3)).expect("submit");
+    assert_eq!(next(&events), (3, Ok(())));
+    assert_eq!(domain.live().regions, 1);
+    last.close().expect("nothing uses it");
 }
 
 /// Settings whose drop panics.
@@ -123,15 +168,15 @@ impl Drop for PanicsInDrop {
 /// EVT-03
 #[test]
 fn panic_at_the_end_of_a_registration_loses_no_event() {
-    let (domain, events, dropped) = open();
+    let (domain, events, calls) = open();
     let submit = |request| domain.submit(request).expect("submit");
     // While the test holds the list, the worker waits in the registration.
-    let list = dropped.lock().expect("not poisoned");
+    let list = calls.lock();
     let registered = submit(request(1).extension(PanicsInDrop));
     drop(list);
     assert_eq!(next(&events), (1, Ok(())));
     registered.close().expect("close");
-    let list = dropped.lock().expect("not poisoned");
+    let list = calls.lock();
     let (first, second) = (submit(request(2)), submit(request(3).extension(PanicsInDrop)));
     second.close().expect("the registration has not begun");
     drop(list);

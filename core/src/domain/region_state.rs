@@ -15,6 +15,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::{
     DomainInner,
+    asynchronous::Worker,
     terms::{Promise, Terms},
 };
 use crate::{
@@ -157,6 +158,10 @@ impl Ended {
     pub(super) fn signal(&self) {
         *self.done.lock() = true;
         self.signal.notify_all();
+    }
+
+    fn is_signaled(&self) -> bool {
+        *self.done.lock()
     }
 
     fn wait(&self) {
@@ -415,36 +420,42 @@ impl RegionInner {
     /// Returns true if the registration was cancelled.
     ///
     /// Afterwards the domain's worker no longer uses the region.
-    fn cancel_or_wait(&self) -> bool {
+    ///
+    /// # Errors
+    /// Busy: the call is part of the region's own job, for example inside a call of the provider,
+    /// and cannot wait for the job's end.
+    fn cancel_or_wait(&self) -> Result<bool> {
         let cancelled = self.change_state(RegionState::Pending, RegionState::Closed);
+        let worker = self.domain.worker.get();
         if cancelled
-            && let (Some(worker), Some(id)) = (self.domain.worker.get(), self.id())
+            && let (Some(worker), Some(id)) = (worker, self.id())
             && worker.withdraw(id)
         {
-            return true;
+            return Ok(true);
         }
         if let Some(ended) = self.ended() {
+            if worker.is_some_and(Worker::is_current) && !ended.is_signaled() {
+                return Err(Error::new(ErrorKind::Busy, "close region")
+                    .context("range", self.range)
+                    .context("why", "the call is part of the region's own registration")
+                    .remedy("close the region on another thread, or after its event"));
+            }
             ended.wait();
         }
-        cancelled
+        Ok(cancelled)
     }
 
     /// Cancels the asynchronous registration of a dropped region, or waits until it has ended.
     ///
-    /// On the worker thread, the drop is part of a job, for example inside a call of the provider,
-    /// and cannot wait for a job that has begun. If that is the region's own job, the region is
-    /// deregistered at the end of the job.
+    /// If the drop is part of the region's own job, the region is deregistered at the end of the
+    /// job.
     pub(super) fn abandon(&self) {
         if self.asynchronous().is_none() || !self.domain.process.is_current() {
             return;
         }
-        if let Some(worker) = self.domain.worker.get()
-            && worker.is_current()
-            && self.state() != RegionState::Pending
-        {
-            return;
+        if let Err(error) = self.cancel_or_wait() {
+            tracing::debug!(%error, "a region is dropped inside its own registration");
         }
-        self.cancel_or_wait();
     }
 
     #[inline]
@@ -452,7 +463,7 @@ impl RegionInner {
         if !self.domain.process.is_current() {
             return Ok(());
         }
-        if self.rare.is_some() && self.cancel_or_wait() {
+        if self.rare.is_some() && self.cancel_or_wait()? {
             return Ok(());
         }
         self.check_unused()?;
