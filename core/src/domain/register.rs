@@ -177,7 +177,8 @@ impl DomainInner {
 /// Registers the same memory with the NIC of each domain, and creates the regions.
 ///
 /// `done` receives the regions in the order of the domains, one for each domain. If a NIC fails,
-/// `done` has received the regions of the NICs before it. The caller must have checked the request for every domain.
+/// `done` has received the regions of the NICs before it. The caller must have checked the request
+/// for every domain.
 pub(super) fn register_regions(
     domains: &[&Arc<DomainInner>],
     checked: &Checked<'_>,
@@ -194,8 +195,8 @@ pub(super) fn register_regions(
 /// Registers the same memory with the NIC of each domain, without creating regions.
 ///
 /// `done` receives the registrations in the order of the domains, one for each domain. If a NIC
-/// fails, `done` has received those of the NICs before it. The caller must have checked the request for every domain.
-/// `owner` is the owner of the memory, if the caller has resolved it already.
+/// fails, `done` has received those of the NICs before it. The caller must have checked the request
+/// for every domain. `owner` is the owner of the memory, if the caller has resolved it already.
 ///
 /// # Panics
 /// - If a progress callback panicked. The caller closes what `done` received, and nothing else is

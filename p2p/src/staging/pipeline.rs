@@ -524,8 +524,8 @@ impl<M: Deref<Target = StagedRange>> Pipeline<M> {
             self.next += 1;
             self.begun += len;
             progressed = true;
-            // The chunk is in the list already: if a copy panics, the drop of the pipeline waits for
-            // those before it.
+            // The chunk is in the list already: if a copy panics, the drop of the pipeline waits
+            // for those before it.
             let chunk = self.chunks.back_mut().expect("a chunk was added");
             if let Err(error) = chunk.start_copies(&self.sources, self.blocking) {
                 self.fail(FailedStep::SourceCopy, error);
