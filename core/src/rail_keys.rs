@@ -29,9 +29,10 @@ impl RailKey {
 
 /// The keys by which peers reach one memory range through several NICs, called rails.
 ///
-/// [`Regions::rail_keys`](crate::Regions::rail_keys) returns this list. It has 1 to 256 rails and
-/// no NIC twice. The order of the rails is kept, so two processes can pair their rails by
-/// position. Like a [`RemoteKey`], the list is sent to a peer in a versioned form with a checksum.
+/// [`Regions::rail_keys`](crate::Regions::rail_keys) returns this list. The list has at least one
+/// rail, at most 256 rails, and no NIC twice. The order of the rails is kept, so two processes can
+/// pair their rails by position. Like a [`RemoteKey`], the list is sent to a peer in a versioned
+/// form with a checksum.
 ///
 /// # Examples
 ///
@@ -86,8 +87,8 @@ impl RailKeys {
     /// Creates a list from the keys of one memory range.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an empty list or more than 256 rails, for a NIC (provider
-    /// and device name) that is in the list twice, and for a key that
+    /// [`ErrorKind::InvalidArgument`] for an empty list, for more than 256 rails, for a NIC
+    /// (provider and device name) that is in the list twice, and for a key that
     /// [`Domain::map_raw`](crate::Domain::map_raw) returned, which is valid only in the domain that
     /// mapped it.
     pub fn new(rails: Vec<RailKey>) -> Result<Self> {

@@ -1,4 +1,5 @@
-//! Tests of asynchronous registrations whose objects are dropped or closed on the domain's own thread.
+//! Tests of asynchronous registrations whose objects are dropped or closed on the domain's own
+//! thread.
 
 #![allow(unsafe_code)]
 

@@ -15,7 +15,6 @@ use parking_lot::{Condvar, Mutex};
 
 use super::{
     DomainInner,
-    asynchronous::Worker,
     terms::{Promise, Terms},
 };
 use crate::{
@@ -434,7 +433,7 @@ impl RegionInner {
             return Ok(true);
         }
         if let Some(ended) = self.ended() {
-            if worker.is_some_and(Worker::is_current) && !ended.is_signaled() {
+            if worker.is_some_and(|worker| worker.is_current()) && !ended.is_signaled() {
                 return Err(Error::new(ErrorKind::Busy, "close region")
                     .context("range", self.range)
                     .context("why", "the call is part of the region's own registration")
