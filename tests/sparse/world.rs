@@ -7,8 +7,8 @@ use std::{
 };
 
 use hmem::{
-    Access, AddressRange, Allocation, DeviceId, Domain, DomainAttr, Endpoint, Errno, Error,
-    ErrorKind, Hmem, IfaceExt, Promise, Raw, RegionSlice, RemoteKey, Result, SparseRegion,
+    Access, AddressRange, Allocation, DeviceId, Domain, DomainAttr, Endpoint, Errno, Hmem,
+    IfaceExt, Promise, Raw, RegionSlice, RemoteKey, Result, SparseRegion,
     key_feed::{AppliedUpdate, KeySubscription, PeerKeys},
     loopback::{Faults, Loopback, NicCall},
     path::P2pPolicy,
