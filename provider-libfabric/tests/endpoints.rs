@@ -24,9 +24,7 @@ use hmem_core::{
     counter::Counter,
     path::P2pPolicy,
     provider::{CompletionQueue, EndpointAttr, ProgressModel, Provider},
-    transfer::{
-        AtomicOp, AtomicType, Completion, CompletionKind, EndpointName, PeerId, RemoteSegment,
-    },
+    transfer::{AtomicOp, AtomicType, Completion, CompletionKind, EndpointName, PeerId},
 };
 use hmem_iface_system::{Simulated, System};
 use hmem_p2p::path::DefaultPathSelector;
