@@ -327,8 +327,9 @@ fn cut<'a>(
     let mut left = segment.len;
     let first = pieces.clone().next().map_or(Ok(0), |piece| rkey(piece.key))?;
     let mut current = first;
-    // Each search continues where the last one ended, because the pieces are in address order. The
-    // key comes from a peer, and a search from the first piece for each target would be quadratic.
+    // Each search continues where the last one ended: the pieces of a region are in address order,
+    // and a search from the first piece for each target would be quadratic. A key with another
+    // order, which only a faulty peer sends, is searched from the first piece again.
     let mut rest = pieces.clone();
     while left > 0 {
         let holds = |piece: &&RemotePiece| address.wrapping_sub(piece.base.0) < piece.len;

@@ -8,6 +8,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     sync::LazyLock,
+    thread,
 };
 
 use crate::workspace;
@@ -283,9 +284,19 @@ static CRATES: LazyLock<Vec<Crate>> = LazyLock::new(|| {
         let mut paths = Vec::new();
         source_files(&folder, &mut paths);
         paths.sort();
-        let files = paths.iter().map(|path| SourceFile::read(&folder, path)).collect();
-        found.push(Crate { name, files });
+        found.push((name, folder, paths));
     }
+    // The first test that needs the value keeps the others waiting, so it uses all processors.
+    let mut found: Vec<_> = thread::scope(|scope| {
+        let read = |(name, folder, paths): (String, PathBuf, Vec<PathBuf>)| {
+            scope.spawn(move || {
+                let files = paths.iter().map(|path| SourceFile::read(&folder, path)).collect();
+                Crate { name, files }
+            })
+        };
+        let reading: Vec<_> = found.into_iter().map(read).collect();
+        reading.into_iter().map(|reading| reading.join().expect("the crate is read")).collect()
+    });
     found.sort_by(|one, other| one.name.cmp(&other.name));
     found
 });

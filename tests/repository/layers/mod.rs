@@ -19,6 +19,7 @@ use std::{
     fs,
     path::Path,
     sync::LazyLock,
+    thread,
 };
 
 use self::imports::{Imports, Sources};
@@ -72,7 +73,12 @@ static WORKSPACE: LazyLock<BTreeMap<String, (String, Imports)>> = LazyLock::new(
         let root = root.cloned().unwrap_or_default();
         (name, (root, imports::of(&sources)))
     };
-    packages.iter().map(of_package).collect()
+    // The first test that needs the value keeps the others waiting, so it uses all processors.
+    thread::scope(|scope| {
+        let found: Vec<_> =
+            packages.iter().map(|package| scope.spawn(|| of_package(package))).collect();
+        found.into_iter().map(|reading| reading.join().expect("the crate is read")).collect()
+    })
 });
 
 /// Parses the list of import cycles, each with its reason.
