@@ -276,11 +276,9 @@ impl Peer {
             .context("in", what);
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                let remedy = match what {
-                    "ready" => "try again later: the server may be measuring another client",
-                    _ => "check that the other side runs hmem perf",
-                };
-                lost.context("why", "no answer in time").remedy(remedy)
+                lost.context("why", "no answer in time").remedy(
+                    "check that the other side runs hmem perf, and is not measuring another client",
+                )
             }
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => lost
                 .errno(Errno::of(error))
