@@ -69,9 +69,12 @@ impl Body {
                      /proc/sys/kernel/yama/ptrace_scope",
                 )
             }
-            _ => Error::os(errno, call).iface(IfaceKind::ZE).context("pid", self.pid).remedy(
-                "use Linux 5.6 or later, and no seccomp filter that refuses the call that failed",
-            ),
+            rustix::io::Errno::NOSYS => ZE
+                .error(ErrorKind::Unavailable, "ipc_open")
+                .caused_by(Error::os(errno, call))
+                .context("pid", self.pid)
+                .remedy("use Linux 5.6 or later, and no seccomp filter that hides this call"),
+            _ => Error::os(errno, call).iface(IfaceKind::ZE).context("pid", self.pid),
         };
         let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| gone("no such process"))?;
