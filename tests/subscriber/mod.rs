@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each suite uses a part of it")]
 
 use std::sync::{
-    Mutex,
+    OnceLock,
     atomic::{AtomicUsize, Ordering},
 };
 
@@ -15,11 +15,27 @@ use hmem_core::{
 /// ignores the subscription.
 pub(crate) const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
 
-/// A subscriber that records the changes that begin, and counts those that have not ended.
-#[derive(Debug, Default)]
+/// The number of changes that a recorder records.
+const CHANGES: usize = 256;
+
+/// A subscriber that records the changes that begin, and counts those that have not ended. As for
+/// every invalidator, its methods do not allocate or lock: an allocator can unmap memory, which
+/// notifies the recorder again.
+#[derive(Debug)]
 pub(crate) struct Recorder {
-    begun: Mutex<Vec<(AddressRange, InvalidationCause)>>,
+    begun: [OnceLock<(AddressRange, InvalidationCause)>; CHANGES],
+    count: AtomicUsize,
     open: AtomicUsize,
+}
+
+impl Default for Recorder {
+    fn default() -> Self {
+        Self {
+            begun: [const { OnceLock::new() }; CHANGES],
+            count: AtomicUsize::new(0),
+            open: AtomicUsize::new(0),
+        }
+    }
 }
 
 impl Recorder {
@@ -32,7 +48,9 @@ impl Recorder {
     #[track_caller]
     pub(crate) fn changes(&self) -> Vec<(AddressRange, InvalidationCause)> {
         assert_eq!(self.open(), 0, "a change has not ended");
-        self.begun.lock().expect("no panic").clone()
+        let count = self.count.load(Ordering::Acquire);
+        assert!(count <= CHANGES, "{count} changes: too many to record");
+        self.begun[..count].iter().map(|change| *change.get().expect("it has ended")).collect()
     }
 
     /// Returns the ranges of the recorded changes, which have all ended.
@@ -44,7 +62,9 @@ impl Recorder {
 
 impl Invalidator for Recorder {
     fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
-        self.begun.lock().expect("no panic").push((range, cause));
+        if let Some(change) = self.begun.get(self.count.fetch_add(1, Ordering::AcqRel)) {
+            change.set((range, cause)).expect("each change has a place of its own");
+        }
     }
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
