@@ -424,15 +424,15 @@ fn check_verifies_every_combination() {
 /// Every monitor is checked, or skipped with its reason.
 fn check_covers_the_registration_cache_under_each_monitor() -> Outcome {
     skip(machine::without_pinned_pages())?;
-    let output = hmem(&["check", "--json", "--bytes", "64"], &[("FI_MR_CACHE_MAX_COUNT", "0")]);
+    let output = hmem(&["check", "--json", "--quick"], &[("FI_MR_CACHE_MAX_COUNT", "0")]);
     ended(&output, 0);
     let document = json(&output);
     schema::matches("check", &document);
     let mut seen = BTreeSet::new();
     for row in list(&document, "stale") {
-        assert!(row["verified"] == true && row["stale"] == 0 && row["rounds"] == 10_000, "{row}");
+        assert!(row["verified"] == true && row["stale"] == 0 && row["rounds"] == 500, "{row}");
         // Addresses are reused and lookups hit in some rounds.
-        let often = |field: &str| row[field].as_u64().is_some_and(|count| count > 5_000);
+        let often = |field: &str| row[field].as_u64().is_some_and(|count| count > 250);
         assert!(often("reused") && often("hits"), "{row}");
         let name = |field: &str| row[field].as_str().unwrap_or_default().to_owned();
         seen.insert((name("iface"), name("monitor")));

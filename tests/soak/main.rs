@@ -334,7 +334,7 @@ fn lost_write_is_caught() -> Outcome {
 }
 
 fn hang_is_caught() -> Outcome {
-    assert_caught_with(&["--plant", "hang", "--step-limit", "5"], "hang: registrations")
+    assert_caught_with(&["--plant", "hang", "--step-limit", "3"], "hang: registrations")
 }
 
 fn check_that_never_ran_is_caught() -> Outcome {

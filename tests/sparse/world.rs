@@ -26,9 +26,9 @@ const PEER: &str = "peer";
 /// A limit for waits that must end.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// Returns bytes that depend on their position and on the seed.
+/// Returns bytes that depend on the seed. Adjacent pages differ.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
+    hmem_conformance::link::pattern(seed, len as u64)
 }
 
 /// Locks a mutex, also after another thread's panic.

@@ -87,7 +87,7 @@ pub(crate) unsafe fn raw(range: AddressRange) -> Raw {
     unsafe { Raw::new(range, Promise::ReadWrite) }
 }
 
-/// Returns nonzero bytes that depend on their position and on the seed.
+/// Returns nonzero bytes that depend on the seed. Adjacent pages differ.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
+    hmem_conformance::link::pattern(seed, len as u64)
 }

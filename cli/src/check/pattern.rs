@@ -6,10 +6,13 @@
 
 /// Fills `into` with the pattern of `seed`.
 pub(crate) fn fill(into: &mut [u8], seed: u64) {
-    for (word, chunk) in into.chunks_mut(8).enumerate() {
-        let bytes = mix(seed.wrapping_add(word as u64)).to_le_bytes();
-        chunk.copy_from_slice(&bytes[..chunk.len()]);
+    let (words, rest) = into.as_chunks_mut();
+    let mut at = seed;
+    for word in words {
+        *word = mix(at).to_le_bytes();
+        at = at.wrapping_add(1);
     }
+    rest.copy_from_slice(&mix(at).to_le_bytes()[..rest.len()]);
 }
 
 /// Mixes the bits of a word (the finaliser of SplitMix64).
@@ -36,6 +39,15 @@ pub(crate) fn difference(expected: &[u8], found: &[u8]) -> Option<(usize, usize)
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_later_seed_gives_the_same_words_later() {
+        let (mut one, mut two) = ([0; 4099], [0; 4099 - 16]);
+        fill(&mut one, u64::MAX - 1);
+        fill(&mut two, 0);
+        assert_eq!(difference(&one[16..], &two), None);
+        assert_ne!(one[..8], one[8..16]);
+    }
 
     #[test]
     fn two_seeds_give_different_bytes_at_any_length() {

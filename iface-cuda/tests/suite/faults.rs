@@ -443,43 +443,77 @@ impl<'a> Setting<'a> {
 
 /// REL-01
 ///
-/// A fault at any driver call is returned as an error and leaves nothing allocated. The test runs
-/// in a child process, so that it can count its fds. The child opens memory of its parent.
+/// A fault at any driver call is returned as an error and leaves nothing allocated. If the device
+/// is lost, all later calls return the error. The test runs in two child processes at once, so that
+/// it can count their fds. They open memory of their parent.
 #[test]
 fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
     const NAME: &str = "faults::fault_at_every_driver_call_is_an_error_and_leaves_nothing";
     let Some(text) = child::passed() else {
         return over(Profile::default(), |world| {
             let memory = world.allocate(3 << 20, AllocationKind::Device);
-            let handle = world.cuda.ipc_export(&memory).expect("export");
-            child::run(NAME, &ipc::hex(&handle.bytes));
+            let handle = ipc::hex(&world.cuda.ipc_export(&memory).expect("export").bytes);
+            thread::scope(|scope| {
+                for fault in ["once", "lost"] {
+                    let pass = format!("{fault} {handle}");
+                    scope.spawn(move || child::run(NAME, &pass));
+                }
+            });
             world.free(&memory);
         });
     };
+    match text.split_once(' ').expect("a fault and a handle") {
+        ("once", handle) => inject(handle, |used| {
+            over(used.profile.clone(), |world| used.inject(world, &ONCE));
+        }),
+        // Dropping the fake driver frees the memory that the iface could not free on a lost device.
+        (_, handle) => inject(handle, |used| {
+            used.inject(&World::fake(used.profile.clone()), &LOST);
+        }),
+    }
+}
+
+/// The driver calls of a profile that no profile before it makes.
+struct Used {
+    profile: Profile,
+    in_context: bool,
+    handle: IpcHandle,
+    pages: AddressRange,
+    /// The name and the number of calls in a round.
+    calls: Vec<(&'static str, u64)>,
+}
+
+impl Used {
+    /// Injects each fault at each call, in rounds of their own.
+    fn inject(&self, world: &World, faults: &[Fault]) {
+        let setting = Setting::of(world, self.handle.clone(), self.pages, self.in_context);
+        for (symbol, uses) in &self.calls {
+            setting.inject(symbol, *uses, faults);
+        }
+    }
+}
+
+/// Calls `inject` with the driver calls of each profile. The rounds open the memory of `handle`.
+fn inject(handle: &str, inject: impl Fn(&Used)) {
     let (_host, pages) = pages();
     let table: Vec<_> =
         Functions::SYMBOLS.iter().chain(Functions::OPTIONAL_SYMBOLS).copied().collect();
     let mut faulted = BTreeSet::from(NEVER_CALLED);
     for (profile, in_context) in profiles() {
-        let mut used = Vec::new();
-        over(profile.clone(), |world| {
-            let setting = Setting::of(world, ipc::handle(&text), pages, in_context);
+        let (handle, calls) = (ipc::handle(handle), Vec::new());
+        let mut used = Used { profile, in_context, handle, pages, calls };
+        over(used.profile.clone(), |world| {
+            let setting = Setting::of(world, used.handle.clone(), pages, in_context);
             for symbol in &table {
                 let uses = setting.count_calls(symbol);
                 if NEVER_CALLED.contains(symbol) {
                     assert_eq!(uses, 0, "{symbol} is called, and faulted nowhere");
                 } else if uses > 0 && faulted.insert(*symbol) {
-                    setting.inject(symbol, uses, &ONCE);
-                    used.push((*symbol, uses));
+                    used.calls.push((*symbol, uses));
                 }
             }
         });
-        // Dropping the fake driver frees the memory that the iface could not free on a lost device.
-        let world = World::fake(profile);
-        let setting = Setting::of(&world, ipc::handle(&text), pages, in_context);
-        for (symbol, uses) in used {
-            setting.inject(symbol, uses, &LOST);
-        }
+        inject(&used);
     }
     let missed: Vec<_> = table.iter().filter(|symbol| !faulted.contains(*symbol)).collect();
     assert!(missed.is_empty(), "called in no round: {missed:?}");

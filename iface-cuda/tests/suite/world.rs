@@ -443,9 +443,13 @@ pub(crate) fn nic() -> Nic {
     Nic { provider: "loopback".into(), name: "loop0".into(), pci_bus_id: None }
 }
 
-/// Returns a byte pattern that depends on the seed.
+/// Returns bytes that depend on the seed. They repeat after a prime number of bytes, so that
+/// adjacent pages differ.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    (0..len as u64).map(|at| ((at * 31 + seed * 97 + (at >> 8) * 7) % 251 + 1) as u8).collect()
+    let block: Vec<_> = (0..257).map(|at| ((at * 31 + seed * 97) % 251 + 1) as u8).collect();
+    let mut bytes = block.repeat(len / block.len() + 1);
+    bytes.truncate(len);
+    bytes
 }
 
 /// Returns the number of open fds of this process, without the pipes to children of other tests.

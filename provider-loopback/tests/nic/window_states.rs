@@ -240,8 +240,8 @@ fn run_all_sequences(len: usize) {
 
 /// MW-04
 #[test]
-fn every_sequence_of_five_operations_follows_the_oracle() {
-    run_all_sequences(5);
+fn every_sequence_of_four_operations_follows_the_oracle() {
+    run_all_sequences(4);
 }
 
 /// MW-04
@@ -267,11 +267,11 @@ fn random_sequences_of_eight_to_forty_operations_follow_the_oracle() {
     }
 }
 
-/// The number of forged 8-byte keys that the tests try (KEY-07).
+/// The number of forged 8-byte keys that the slow tier tries (KEY-07).
 const MANY: usize = 1_000_000;
 
-/// The number of forged keys that the tests try where the same table of keys is read. It exceeds
-/// the number of keys that [`Keys::forged`] makes from live and stale keys: about 82 000.
+/// The number of forged keys that the tests try. It exceeds the number of keys that
+/// [`Keys::forged`] makes from live and stale keys: about 82 000.
 const SOME: usize = 100_000;
 
 /// A domain with windows of every type, and keys of these windows: live keys, stale keys, and a key
@@ -377,6 +377,13 @@ impl Keys {
 
 /// KEY-07
 #[test]
+fn forged_8_byte_keys_reach_no_window() {
+    Keys::new(Loopback::builder().build().unwrap(), MrMode::PROV_KEY).check(64, SOME);
+}
+
+/// KEY-07
+#[test]
+#[ignore = "the slow tier: a million forged keys"]
 fn a_million_forged_8_byte_keys_reach_no_window() {
     Keys::new(Loopback::builder().build().unwrap(), MrMode::PROV_KEY).check(64, MANY);
 }
