@@ -19,6 +19,9 @@ use crate::{MonitorName, arch, entry::PatchPoint};
 /// The size in bytes of a slot of the mapping. A slot holds the trampoline of one function.
 const SLOT: u64 = 128;
 
+/// How often free addresses are looked up, because other threads can map them meanwhile.
+const ATTEMPTS: usize = 16;
+
 /// The mapping that contains the trampolines. [`Patches::plan`](crate::Patches::plan) never drops
 /// the value after success, because dropping it unmaps the memory.
 #[derive(Debug)]
@@ -37,25 +40,30 @@ impl Trampolines {
     pub(super) fn new(monitor: MonitorName, near: u64, functions: usize) -> Result<Self> {
         let len = (functions as u64 * SLOT).next_multiple_of(page_size() as u64);
         let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(monitor.iface);
-        let maps = fs::read_to_string("/proc/self/maps").map_err(|error| {
-            failed("read /proc/self/maps", Errno::from_io_error(&error).unwrap_or(Errno::IO))
-                .remedy("mount /proc: hooks must find free addresses near the library")
-        })?;
         let distance = |start: u64| start.abs_diff(near).max((start + len).abs_diff(near));
-        let mut free: Vec<_> =
-            gaps(&maps, len).filter(|start| distance(*start) < arch::REACH).collect();
-        free.sort_by_key(|start| distance(*start));
-        for start in free {
-            let prot = ProtFlags::READ | ProtFlags::WRITE;
-            let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
-            match Mapping::anonymous_near(Address(start), len as usize, prot, flags) {
-                Ok(mapping) if mapping.address().0 == start => {
-                    return Ok(Self { monitor, mapping });
+        for _ in 0..ATTEMPTS {
+            let maps = fs::read_to_string("/proc/self/maps").map_err(|error| {
+                failed("read /proc/self/maps", Errno::from_io_error(&error).unwrap_or(Errno::IO))
+                    .remedy("mount /proc: hooks must find free addresses near the library")
+            })?;
+            let mut free: Vec<_> =
+                gaps(&maps, len).filter(|start| distance(*start) < arch::REACH).collect();
+            free.sort_by_key(|start| distance(*start));
+            if free.is_empty() {
+                break;
+            }
+            for start in free {
+                let prot = ProtFlags::READ | ProtFlags::WRITE;
+                let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
+                match Mapping::anonymous_near(Address(start), len as usize, prot, flags) {
+                    Ok(mapping) if mapping.address().0 == start => {
+                        return Ok(Self { monitor, mapping });
+                    }
+                    // Another thread mapped the address meanwhile. A kernel that does not know
+                    // `FIXED_NOREPLACE` uses the address as a hint, and then maps elsewhere.
+                    Ok(_) | Err(Errno::EXIST) => {}
+                    Err(errno) => return Err(failed("mmap", errno)),
                 }
-                // A kernel that does not know `FIXED_NOREPLACE` uses the address as a hint, and
-                // may map elsewhere.
-                Ok(_) | Err(Errno::EXIST) => {}
-                Err(errno) => return Err(failed("mmap", errno)),
             }
         }
         Err(Error::new(ErrorKind::OutOfResources, "map trampolines")
@@ -159,6 +167,12 @@ fn gaps(maps: &str, len: u64) -> impl Iterator<Item = u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        ptr,
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+    };
+
     use super::*;
 
     #[test]
@@ -175,6 +189,39 @@ mod tests {
             let error = code_change_refused(monitor, errno, "mprotect");
             assert!(error.to_string().contains(remedy), "{error}");
         }
+    }
+
+    /// Another thread maps and unmaps a page of the only gap near the function.
+    #[test]
+    fn trampolines_are_mapped_while_other_threads_map_memory() {
+        let (page, prot) = (page_size(), ProtFlags::empty());
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // Addresses outside of it are out of reach of a jump from its middle.
+        let around = Mapping::anonymous(5 << 30, prot, flags).expect("addresses");
+        let gap = around.address().0 + (5 << 29);
+        let at = ptr::with_exposed_provenance_mut(gap as usize);
+        // SAFETY: nothing uses the mapping. It is forgotten below, because its unmapping would also
+        // unmap what others map in the gap.
+        unsafe { rustix::mm::munmap(at, 64 * page) }.expect("a gap");
+        std::mem::forget(around);
+        let monitor = MonitorName {
+            name: "test",
+            iface: hmem_core::IfaceKind::SYSTEM,
+            fallback_hint: "wait",
+        };
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let last = Address(gap + 63 * page as u64);
+                let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
+                while !done.load(Ordering::Relaxed) {
+                    drop(Mapping::anonymous_near(last, page, prot, flags));
+                }
+            });
+            let refused = (0..1000).find_map(|_| Trampolines::new(monitor, gap, 1).err());
+            done.store(true, Ordering::Relaxed);
+            assert!(refused.is_none(), "{refused:?}");
+        });
     }
 
     #[test]
