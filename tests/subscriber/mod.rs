@@ -16,7 +16,7 @@ use hmem_core::{
 pub(crate) const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
 
 /// The number of changes that a recorder records.
-const CHANGES: usize = 256;
+const CHANGES: usize = 2048;
 
 /// A subscriber that records the changes that begin, and counts those that have not ended. As for
 /// every invalidator, its methods do not allocate or lock: an allocator can unmap memory, which
