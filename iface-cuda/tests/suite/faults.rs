@@ -454,20 +454,23 @@ fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
             let memory = world.allocate(3 << 20, AllocationKind::Device);
             let handle = ipc::hex(&world.cuda.ipc_export(&memory).expect("export").bytes);
             thread::scope(|scope| {
-                for fault in ["once", "lost"] {
-                    let pass = format!("{fault} {handle}");
+                for half in ["first", "second"] {
+                    let pass = format!("{half} {handle}");
                     scope.spawn(move || child::run(NAME, &pass));
                 }
             });
             world.free(&memory);
         });
     };
-    match text.split_once(' ').expect("a fault and a handle") {
-        ("once", handle) => inject(handle, |used| {
-            over(used.profile.clone(), |world| used.inject(world, &ONCE));
-        }),
-        // Dropping the fake driver frees the memory that the iface could not free on a lost device.
+    let once = |used: &Used, faults: &[Fault]| {
+        over(used.profile.clone(), |world| used.inject(world, faults));
+    };
+    match text.split_once(' ').expect("a half and a handle") {
+        ("first", handle) => inject(handle, |used| once(used, &ONCE[..3])),
         (_, handle) => inject(handle, |used| {
+            once(used, &ONCE[3..]);
+            // Dropping the fake driver frees the memory that the iface could not free on a lost
+            // device.
             used.inject(&World::fake(used.profile.clone()), &LOST);
         }),
     }
