@@ -19,7 +19,8 @@ use crate::{MonitorName, arch, entry::PatchPoint};
 /// The size in bytes of a slot of the mapping. A slot holds the trampoline of one function.
 const SLOT: u64 = 128;
 
-/// How often free addresses are looked up, because other threads can map them meanwhile.
+/// The maximum number of times that free addresses are looked up. Another thread can map an address
+/// between the lookup and the `mmap`.
 const ATTEMPTS: usize = 16;
 
 /// The mapping that contains the trampolines. [`Patches::plan`](crate::Patches::plan) never drops
@@ -35,12 +36,14 @@ impl Trampolines {
     /// for a jump. The memory is writable until [`Trampolines::seal`].
     ///
     /// # Errors
-    /// - OutOfResources: no free address is near enough, or the process has too many mappings.
+    /// - OutOfResources: no free address is near enough, other threads mapped those that were, or
+    ///   the process has too many mappings.
     /// - The error of the kernel if it refuses the mapping, or if `/proc/self/maps` cannot be read.
     pub(super) fn new(monitor: MonitorName, near: u64, functions: usize) -> Result<Self> {
         let len = (functions as u64 * SLOT).next_multiple_of(page_size() as u64);
         let failed = |call: &'static str, errno: Errno| Error::os(errno, call).iface(monitor.iface);
         let distance = |start: u64| start.abs_diff(near).max((start + len).abs_diff(near));
+        let mut why = "other threads map every free address near the library";
         for _ in 0..ATTEMPTS {
             let maps = fs::read_to_string("/proc/self/maps").map_err(|error| {
                 failed("read /proc/self/maps", Errno::from_io_error(&error).unwrap_or(Errno::IO))
@@ -50,6 +53,7 @@ impl Trampolines {
                 gaps(&maps, len).filter(|start| distance(*start) < arch::REACH).collect();
             free.sort_by_key(|start| distance(*start));
             if free.is_empty() {
+                why = "no free address lies within a jump of the library";
                 break;
             }
             for start in free {
@@ -69,7 +73,7 @@ impl Trampolines {
         Err(Error::new(ErrorKind::OutOfResources, "map trampolines")
             .iface(monitor.iface)
             .context("near", Address(near))
-            .context("why", "no free address lies within a jump of the library")
+            .context("why", why)
             .remedy(monitor.fallback_hint))
     }
 
@@ -191,18 +195,20 @@ mod tests {
         }
     }
 
-    /// Another thread maps and unmaps a page of the only gap near the function.
+    /// Trampolines are mapped although another thread maps and unmaps the only candidate address.
     #[test]
     fn trampolines_are_mapped_while_other_threads_map_memory() {
+        // Narrower than three margins of `gaps`, which then names only the end of the gap.
+        const GAP: usize = 1 << 20;
         let (page, prot) = (page_size(), ProtFlags::empty());
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // Addresses outside of it are out of reach of a jump from its middle.
+        // Addresses outside this reservation are out of reach of a jump from its middle.
         let around = Mapping::anonymous(5 << 30, prot, flags).expect("addresses");
         let gap = around.address().0 + (5 << 29);
         let at = ptr::with_exposed_provenance_mut(gap as usize);
-        // SAFETY: nothing uses the mapping. It is forgotten below, because its unmapping would also
-        // unmap what others map in the gap.
-        unsafe { rustix::mm::munmap(at, 64 * page) }.expect("a gap");
+        // SAFETY: nothing uses the mapping. It is forgotten below, and stays until the process
+        // ends, because its unmapping would also unmap what others map in the gap.
+        unsafe { rustix::mm::munmap(at, GAP) }.expect("a gap");
         std::mem::forget(around);
         let monitor = MonitorName {
             name: "test",
@@ -212,7 +218,7 @@ mod tests {
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
-                let last = Address(gap + 63 * page as u64);
+                let last = Address(gap + (GAP - page) as u64);
                 let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
                 while !done.load(Ordering::Relaxed) {
                     drop(Mapping::anonymous_near(last, page, prot, flags));

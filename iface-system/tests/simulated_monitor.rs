@@ -197,7 +197,7 @@ fn subscriptions_are_counted_with_either_free_detection() {
         let simulated = with_style(free_detection);
         let monitor = simulated.start_monitor().unwrap();
         let allocation = device(&*simulated, 1 << 20);
-        let recorder = Arc::<Recorder>::default();
+        let recorder = Arc::new(Recorder::with_capacity(1000));
         let subscriptions: Vec<_> = (0..1000)
             .map(|i| {
                 let range = allocation.range.slice(i * 100, 1 + i * 37 % 5000).unwrap();

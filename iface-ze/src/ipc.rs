@@ -70,10 +70,10 @@ impl Body {
                 )
             }
             rustix::io::Errno::NOSYS => ZE
-                .error(ErrorKind::Unavailable, "ipc_open")
+                .error(ErrorKind::Unsupported, "ipc_open")
                 .caused_by(Error::os(errno, call))
                 .context("pid", self.pid)
-                .remedy("use Linux 5.6 or later, and no seccomp filter that hides this call"),
+                .remedy(format!("use Linux 5.6 or later, and no seccomp filter that hides {call}")),
             _ => Error::os(errno, call).iface(IfaceKind::ZE).context("pid", self.pid),
         };
         let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);

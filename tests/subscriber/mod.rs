@@ -15,30 +15,32 @@ use hmem_core::{
 /// ignores the subscription.
 pub(crate) const NO_SUBSCRIPTION: Subscription = Subscription::unnumbered();
 
-/// The number of changes that a recorder records.
-const CHANGES: usize = 2048;
-
 /// A subscriber that records the changes that begin, and counts those that have not ended. As for
 /// every invalidator, its methods do not allocate or lock: an allocator can unmap memory, which
 /// notifies the recorder again.
 #[derive(Debug)]
 pub(crate) struct Recorder {
-    begun: [OnceLock<(AddressRange, InvalidationCause)>; CHANGES],
+    begun: Box<[OnceLock<(AddressRange, InvalidationCause)>]>,
     count: AtomicUsize,
     open: AtomicUsize,
 }
 
 impl Default for Recorder {
     fn default() -> Self {
-        Self {
-            begun: [const { OnceLock::new() }; CHANGES],
-            count: AtomicUsize::new(0),
-            open: AtomicUsize::new(0),
-        }
+        Self::with_capacity(64)
     }
 }
 
 impl Recorder {
+    /// Creates a recorder of at most `changes` changes.
+    pub(crate) fn with_capacity(changes: usize) -> Self {
+        Self {
+            begun: (0..changes).map(|_| OnceLock::new()).collect(),
+            count: AtomicUsize::new(0),
+            open: AtomicUsize::new(0),
+        }
+    }
+
     /// Returns the number of changes that have begun and not ended.
     pub(crate) fn open(&self) -> usize {
         self.open.load(Ordering::Acquire)
@@ -47,9 +49,10 @@ impl Recorder {
     /// Returns the recorded changes, which have all ended.
     #[track_caller]
     pub(crate) fn changes(&self) -> Vec<(AddressRange, InvalidationCause)> {
-        assert_eq!(self.open(), 0, "a change has not ended");
+        // In this order, all counted changes have ended.
         let count = self.count.load(Ordering::Acquire);
-        assert!(count <= CHANGES, "{count} changes: too many to record");
+        assert_eq!(self.open(), 0, "a change has not ended");
+        assert!(count <= self.begun.len(), "{count} changes: too many to record");
         self.begun[..count].iter().map(|change| *change.get().expect("it has ended")).collect()
     }
 
@@ -62,14 +65,15 @@ impl Recorder {
 
 impl Invalidator for Recorder {
     fn invalidate(&self, range: AddressRange, cause: InvalidationCause) {
-        if let Some(change) = self.begun.get(self.count.fetch_add(1, Ordering::AcqRel)) {
-            change.set((range, cause)).expect("each change has a place of its own");
-        }
+        let change = self.invalidate_start(range, cause);
+        self.invalidate_end(change);
     }
 
     fn invalidate_start(&self, range: AddressRange, cause: InvalidationCause) -> InvalidationToken {
         self.open.fetch_add(1, Ordering::AcqRel);
-        self.invalidate(range, cause);
+        if let Some(change) = self.begun.get(self.count.fetch_add(1, Ordering::AcqRel)) {
+            change.set((range, cause)).expect("each change has a place of its own");
+        }
         InvalidationToken::unnumbered()
     }
 

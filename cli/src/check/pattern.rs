@@ -6,7 +6,7 @@
 
 /// Fills `into` with the pattern of `seed`.
 pub(crate) fn fill(into: &mut [u8], seed: u64) {
-    let (words, rest) = into.as_chunks_mut();
+    let (words, rest) = into.as_chunks_mut::<8>();
     let mut at = seed;
     for word in words {
         *word = mix(at).to_le_bytes();
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_later_seed_gives_the_same_words_later() {
+    fn pattern_continues_with_the_words_of_the_next_seed() {
         let (mut one, mut two) = ([0; 4099], [0; 4099 - 16]);
         fill(&mut one, u64::MAX - 1);
         fill(&mut two, 0);

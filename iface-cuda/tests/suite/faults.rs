@@ -444,8 +444,8 @@ impl<'a> Setting<'a> {
 /// REL-01
 ///
 /// A fault at any driver call is returned as an error and leaves nothing allocated. If the device
-/// is lost, all later calls return the error. The test runs in two child processes at once, so that
-/// it can count their fds. They open memory of their parent.
+/// is lost, all later calls return the error. Two child processes inject the faults, each a half of
+/// them, and count their own fds. Each opens memory of its parent.
 #[test]
 fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
     const NAME: &str = "faults::fault_at_every_driver_call_is_an_error_and_leaves_nothing";
@@ -462,31 +462,32 @@ fn fault_at_every_driver_call_is_an_error_and_leaves_nothing() {
             world.free(&memory);
         });
     };
-    let once = |used: &Used, faults: &[Fault]| {
+    let once = |used: &ProfileCalls, faults: &[Fault]| {
         over(used.profile.clone(), |world| used.inject(world, faults));
     };
     match text.split_once(' ').expect("a half and a handle") {
-        ("first", handle) => inject(handle, |used| once(used, &ONCE[..3])),
-        (_, handle) => inject(handle, |used| {
+        ("first", handle) => for_each_profile(handle, |used| once(used, &ONCE[..3])),
+        ("second", handle) => for_each_profile(handle, |used| {
             once(used, &ONCE[3..]);
             // Dropping the fake driver frees the memory that the iface could not free on a lost
             // device.
             used.inject(&World::fake(used.profile.clone()), &LOST);
         }),
+        (other, _) => panic!("no half of the faults: {other}"),
     }
 }
 
 /// The driver calls of a profile that no profile before it makes.
-struct Used {
+struct ProfileCalls {
     profile: Profile,
     in_context: bool,
     handle: IpcHandle,
     pages: AddressRange,
-    /// The name and the number of calls in a round.
+    /// The name of each function, and the number of its calls in a round.
     calls: Vec<(&'static str, u64)>,
 }
 
-impl Used {
+impl ProfileCalls {
     /// Injects each fault at each call, in rounds of their own.
     fn inject(&self, world: &World, faults: &[Fault]) {
         let setting = Setting::of(world, self.handle.clone(), self.pages, self.in_context);
@@ -496,28 +497,28 @@ impl Used {
     }
 }
 
-/// Calls `inject` with the driver calls of each profile. The rounds open the memory of `handle`.
-fn inject(handle: &str, inject: impl Fn(&Used)) {
+/// Calls `visit` with the driver calls of each profile. The rounds open the memory of `handle`.
+fn for_each_profile(handle: &str, visit: impl Fn(&ProfileCalls)) {
     let (_host, pages) = pages();
     let table: Vec<_> =
         Functions::SYMBOLS.iter().chain(Functions::OPTIONAL_SYMBOLS).copied().collect();
-    let mut faulted = BTreeSet::from(NEVER_CALLED);
+    let mut counted = BTreeSet::from(NEVER_CALLED);
     for (profile, in_context) in profiles() {
         let (handle, calls) = (ipc::handle(handle), Vec::new());
-        let mut used = Used { profile, in_context, handle, pages, calls };
+        let mut used = ProfileCalls { profile, in_context, handle, pages, calls };
         over(used.profile.clone(), |world| {
             let setting = Setting::of(world, used.handle.clone(), pages, in_context);
             for symbol in &table {
                 let uses = setting.count_calls(symbol);
                 if NEVER_CALLED.contains(symbol) {
                     assert_eq!(uses, 0, "{symbol} is called, and faulted nowhere");
-                } else if uses > 0 && faulted.insert(*symbol) {
+                } else if uses > 0 && counted.insert(*symbol) {
                     used.calls.push((*symbol, uses));
                 }
             }
         });
-        inject(&used);
+        visit(&used);
     }
-    let missed: Vec<_> = table.iter().filter(|symbol| !faulted.contains(*symbol)).collect();
+    let missed: Vec<_> = table.iter().filter(|symbol| !counted.contains(*symbol)).collect();
     assert!(missed.is_empty(), "called in no round: {missed:?}");
 }

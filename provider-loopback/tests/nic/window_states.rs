@@ -270,7 +270,7 @@ fn random_sequences_of_eight_to_forty_operations_follow_the_oracle() {
 /// The number of forged 8-byte keys that the slow tier tries (KEY-07).
 const MANY: usize = 1_000_000;
 
-/// The number of forged keys that the tests try. It exceeds the number of keys that
+/// The number of forged keys that the other tests try. It exceeds the number of keys that
 /// [`Keys::forged`] makes from live and stale keys: about 82 000.
 const SOME: usize = 100_000;
 

@@ -68,7 +68,7 @@ download_closure() {
 # unpack FOLDER PACKAGE...: fills the folder with the packages and their dependencies. Does nothing
 # if that was done today.
 unpack() {
-    local folder=$1 package link
+    local folder=$1 package link there
     shift
     [[ $folder/.packages -nt $fresh_after && $(<"$folder/.packages") == "$*" ]] && return
     say "downloading $*"
@@ -90,8 +90,9 @@ unpack() {
     # A library that the machine has is not downloaded. The link of its -dev package then names the
     # machine's file.
     for link in "$folder.new"/usr/lib/*/*.so; do
-        [[ ! -L $link || -e $link ]] ||
-            ln -sf "$(dirname "/${link#"$folder.new/"}")/$(readlink "$link")" "$link"
+        [[ -L $link && ! -e $link ]] || continue
+        there=$(dirname "/${link#"$folder.new/"}")/$(readlink "$link")
+        [[ ! -e $there ]] || ln -sf "$there" "$link"
     done
     echo "$*" >"$folder.new/.packages"
     rm -rf "$folder" "$apt/archives" && mv "$folder.new" "$folder"
